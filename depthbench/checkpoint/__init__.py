@@ -1,0 +1,1 @@
+"""Checkpoints that any layout can read: saved, published, kept, checked and loaded."""

@@ -1,0 +1,86 @@
+"""A run's checkpoint folder on disk: which checkpoints are complete, whole and worth keeping. No process group needed.
+
+`step_00000120/` is a published checkpoint; it was `.saving-step_00000120/` while it was written, and its `manifest.json`
+was written last. So whatever has another name, or no manifest, is a remnant of a save that did not finish.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from depthbench.errors import UserError
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8})$")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One complete checkpoint."""
+
+    path: Path
+    step: int
+
+    def manifest(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+        return content
+
+    def _metadata(self) -> Metadata:
+        return FileSystemReader(self.path).read_metadata()
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shape of every stored tensor, by key."""
+        stored = self._metadata().state_dict_metadata
+        return {key: tuple(m.size) for key, m in stored.items() if isinstance(m, TensorStorageMetadata)}
+
+    def check_files(self) -> None:
+        """Raise UserError naming the first data file that is missing or shorter than the metadata says."""
+        needed: dict[str, int] = {}
+        for place in (self._metadata().storage_data or {}).values():
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            found = file.stat().st_size if file.is_file() else None
+            if found is None or found < size:
+                state = "is missing" if found is None else f"has {found} bytes where {size} were written"
+                raise UserError(
+                    f"checkpoint {self.path}: {name} {state}. Restore it, or move this folder away to resume from an "
+                    "older checkpoint"
+                )
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def published(root: Path) -> list[Published]:
+    """Complete checkpoints under `root`, oldest first."""
+    found = []
+    for path in root.glob("step_*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append(Published(path, int(match[1])))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(root: Path) -> Published | None:
+    complete = published(root)
+    return complete[-1] if complete else None
+
+
+def remove_remnants(root: Path) -> None:
+    """Delete what interrupted saves left behind."""
+    for path in root.glob(".saving-*"):
+        shutil.rmtree(path)
+
+
+def retire(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints (0: keep all)."""
+    for checkpoint in published(root)[:-keep] if keep else []:
+        shutil.rmtree(checkpoint.path)

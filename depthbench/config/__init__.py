@@ -1,0 +1,1 @@
+"""Runs as YAML: strict, typed, merged by group, overridden from the command line."""

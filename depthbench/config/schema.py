@@ -1,0 +1,149 @@
+"""Every setting of a run. Field comments are the reference; YAML files and `key=value` overrides fill them.
+
+The residual section is not here: its schema is the chosen architecture's own config class.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from depthbench.errors import UserError
+from depthbench.model.config import ModelConfig
+from depthbench.model.recompute import Recompute
+
+
+class Precision(enum.Enum):
+    """bf16: bfloat16 weights and activations, float32 master weights, moments and gradients (the default).
+    reference: everything bfloat16, as the published DepthBench runs. fp32, fp64: throughout."""
+
+    BF16 = "bf16"
+    REFERENCE = "reference"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The layout. Data parallelism takes the ranks that tensor and pipeline parallelism leave."""
+
+    tensor: int = 1  # ranks that share each matmul
+    sequence: bool = False  # sequence parallelism: norms and depth state hold S / tensor tokens a rank
+    pipeline: int = 1  # stages
+    virtual_pipeline: int = 1  # chunks a stage (interleaved schedule)
+    context: int = 1  # ranks along the sequence inside attention: refused, see `validate.py`
+    distributed_optimizer: bool = True  # shard master weights and moments over data-parallel ranks
+    overlap_grad_reduce: bool = False  # reduce gradients while backward goes on
+    overlap_param_gather: bool = False  # gather updated weights while the next forward goes on
+    bucket_size: int | None = None  # parameters a gradient bucket; null: one bucket, or 40M where overlap needs several
+    recompute: Recompute = Recompute.NONE
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One prepared corpus: path prefix of its .bin and .idx, and its share of a blend."""
+
+    prefix: str
+    weight: float = 1.0
+
+
+class EvalForm(enum.Enum):
+    """windows: the validation stream cut as in training. documents: one document an instance, its first tokens, padded
+    (the DepthBench paper's form)."""
+
+    WINDOWS = "windows"
+    DOCUMENTS = "documents"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: list[DataSource]  # blended by weight
+    tokenizer: str  # SentencePiece .model, tokenizer.json, or the folder of one
+    valid: list[DataSource] = field(default_factory=list)  # empty: `valid_fraction` of every train corpus
+    valid_fraction: float = 0.0  # last part of each train corpus's documents, kept out of training
+    eval_form: EvalForm = EvalForm.WINDOWS
+    index_cache: str | None = None  # folder for sample indices; null: `index-cache` in the run folder
+    workers: int = 2  # loader processes a rank; 0 loads in the trainer
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float  # peak
+    min_lr_ratio: float = 0.1  # the last step's rate over the peak
+    warmup_fraction: float = 0.1  # of train.steps
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on every parameter whose architecture does not exempt it
+    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int
+    global_batch: int  # sequences a step, over all ranks
+    micro_batch: int  # sequences a forward pass and rank
+    precision: Precision = Precision.BF16
+    stop_at: int | None = None  # stop after this step without bending the schedule
+    eval_every: int = 200  # steps; 0: never; the last step always evaluates unless 0
+    eval_sequences: int | None = None  # how many; null: the whole split
+    spike_factor: float = 0.0  # skip an update whose gradient norm exceeds this times its recent median; 0: never skip
+    spike_window: int = 128  # steps of gradient norms that the median is taken over
+
+
+class CheckpointMode(enum.Enum):
+    """sync: training waits for the files. async: a forked writer makes them from a snapshot."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 1000  # steps; 0: only at the end and on a signal
+    keep: int = 2  # newest complete ones kept; 0: all
+    mode: CheckpointMode = CheckpointMode.SYNC
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every: int = 1  # steps between console lines (JSONL and TensorBoard get every step)
+    tensorboard: bool = True
+    wandb_project: str | None = None  # null: off
+    layer_stats_every: int = 0  # steps between per-block statistics; 0: never
+    peak_tflops: float | None = None  # dense peak of one device, for MFU; null: looked up by the device's name
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str
+    model: ModelConfig
+    architecture: str  # name of the residual architecture
+    residual: Any  # its own config object
+    parallel: ParallelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    seed: int = 0  # initial weights and data order
+    run_dir: str | None = None  # null: runs/<name>
+
+    @property
+    def folder(self) -> str:
+        return self.run_dir or f"runs/{self.name}"
+
+
+def positive(section: str, **values: float | None) -> None:
+    """Raise UserError for the first value that is given and not above zero (NaN is not)."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise UserError(f"{section}.{name}={value} must be above 0")
+
+
+def not_negative(section: str, **values: float) -> None:
+    """Raise UserError for the first value below zero (or NaN)."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise UserError(f"{section}.{name}={value} must be at least 0")

@@ -1,0 +1,1 @@
+"""Metrics on their way out: console, JSONL, TensorBoard, Weights & Biases."""

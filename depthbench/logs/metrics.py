@@ -1,0 +1,106 @@
+"""Numbers of each step to files: JSONL, TensorBoard, optionally Weights & Biases.
+
+A resumed run writes a step again that it had lost; so each file is first cut back to the step of the checkpoint, and
+every step stands in it once, in order.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from depthbench.config.schema import LogConfig
+from depthbench.errors import UserError
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: {"step": 12, "loss": ...}, one line a step; evaluation has lines of its own, at its step."""
+
+    def __init__(self, path: Path, resumed_at: int) -> None:
+        if path.is_file():
+            _keep_until(path, resumed_at)
+        self.file = open(path, "a", buffering=1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines past `step`, and a last line that a crash cut short."""
+    shorter = path.with_suffix(".tmp")
+    with open(path) as old, open(shorter, "w") as new:
+        for line in old:
+            try:
+                if json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            new.write(line)
+    os.replace(shorter, path)
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`; events past `resumed_at` are marked as purged."""
+
+    def __init__(self, folder: Path, resumed_at: int) -> None:
+        self.writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run a run folder: its id is kept there, so that a resumed run continues it."""
+
+    def __init__(self, project: str, name: str, folder: Path, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(f"log.wandb_project={project} needs `pip install wandb`") from error
+        known = folder / "wandb-id"
+        identity = known.read_text() if known.is_file() else wandb.util.generate_id()
+        known.write_text(identity)
+        self.run = wandb.init(project=project, name=name, id=identity, resume="allow", dir=folder, config=settings)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MetricsLog:
+    """All sinks that the run asks for. Made on one rank only."""
+
+    def __init__(
+        self, config: LogConfig, name: str, folder: Path, resumed_at: int, settings: dict[str, Any]
+    ) -> None:
+        self.sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", resumed_at)]
+        if config.tensorboard:
+            self.sinks.append(TensorBoard(folder / "tensorboard", resumed_at))
+        if config.wandb_project:
+            self.sinks.append(WeightsAndBiases(config.wandb_project, name, folder, settings))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()

@@ -1,0 +1,1 @@
+"""The backbone: embedding, attention, MLP, decoder stage, head and loss, from Megatron-Core's parallel layers."""

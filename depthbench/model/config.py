@@ -1,0 +1,73 @@
+"""The backbone's shape."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from depthbench.errors import UserError
+from depthbench.residual import Shape
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE reaches beyond the context it was trained with.
+
+    linear: positions divided by `factor`. ntk: theta raised by factor^(K / (K - 2)). yarn: arXiv 2309.00071, high
+    frequencies kept, low ones interpolated, with its attention temperature.
+    """
+
+    kind: Literal["linear", "ntk", "yarn"]
+    factor: float
+    original_sequence_length: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only Llama-like backbone: bias-free, SwiGLU, RoPE; norms belong to the residual architecture.
+
+    num_kv_heads: null means one per attention head (MHA). head_dim: null means hidden_size / num_attention_heads.
+    init_std: nominal deviation of every weight's truncated normal.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    sequence_length: int = 2048
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if self.sequence_length < 1:
+            raise UserError(f"model.sequence_length={self.sequence_length} must be at least 1")
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            raise UserError(
+                f"model.hidden_size={self.hidden_size} is not divisible by model.num_attention_heads={heads}; "
+                "set model.head_dim"
+            )
+        if heads % self.kv_heads:
+            raise UserError(f"model.num_attention_heads={heads} is not a multiple of model.num_kv_heads={self.kv_heads}")
+        if self.head_size % 2:
+            raise UserError(f"the head dimension is {self.head_size}, but RoPE rotates pairs: it must be even")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def residual_shape(self) -> Shape:
+        return Shape(self.num_layers, self.hidden_size, self.kv_heads, self.head_size)

@@ -1,0 +1,137 @@
+"""A run of decoder blocks with, at the model's ends, the embedding and the head: what Megatron-Core's schedules call
+a model chunk. It takes the place of `GPTModel` and `TransformerBlock`, which fix h + f(h).
+
+Shapes: S sequence (this rank's share under sequence parallelism), B microbatch, D hidden, W local vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.enums import ModelType
+from torch import Tensor, nn
+
+from depthbench.parallel.context import ParallelContext
+from depthbench.residual import Residual
+from depthbench.residual.parameters import Part, truncated_normal
+from depthbench.residual.state import DepthState
+
+from .attention import SelfAttention
+from .config import ModelConfig
+from .linear import column_linear, vocab_embedding
+from .loss import vocab_parallel_cross_entropy
+from .mlp import MLP
+from .recompute import Recompute, recomputed
+from .rope import Rope
+
+VOCAB_MULTIPLE = 128  # rows per rank are padded to this: matmul tiles, and any vocabulary divides over any TP
+
+Observer = Callable[[int, DepthState], None]
+"""Called with the number of the sublayer that has just written, and the state it wrote."""
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """Which blocks [first, last) a stage holds, of how many."""
+
+    first: int
+    last: int
+    num_layers: int
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.first == 0
+
+    @property
+    def has_head(self) -> bool:
+        return self.last == self.num_layers
+
+
+class Block(nn.Module):
+    """One attention and one MLP sublayer, each tied to the depth state by its connection."""
+
+    def __init__(
+        self, index: int, config: ModelConfig, residual: Residual, rope: Rope, context: ParallelContext
+    ) -> None:
+        super().__init__()
+        dtype = context.megatron.params_dtype
+        self.index, self.probe = index, residual.probe
+        self.attention = SelfAttention(config, residual, rope, context)
+        self.attention_residual = residual.connection(2 * index, dtype)
+        self.mlp = MLP(config, residual, index, context)
+        self.mlp_residual = residual.connection(2 * index + 1, dtype)
+
+    def forward(self, state: DepthState, observer: Observer | None = None) -> DepthState:
+        read = self.attention_residual.read(state)
+        y, taps = self.attention(read.hidden, read.depth_kv)
+        state = self.attention_residual.write(state, read, y, taps)
+        if observer:
+            observer(2 * self.index, state)
+        read = self.mlp_residual.read(state)
+        y, taps = self.mlp(read.hidden)
+        state = self.mlp_residual.write(state, read, y, taps)
+        if observer:
+            observer(2 * self.index + 1, state)
+        return state
+
+
+class DecoderStage(nn.Module):
+    """Blocks `span.first` to `span.last` of the model; `blocks` is keyed by global number, so names are global.
+
+    block_hook, when set, sees each block's output state (statistics); observer sees each sublayer's (fault finding).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        residual: Residual,
+        span: StageSpan,
+        context: ParallelContext,
+        recompute: Recompute = Recompute.NONE,
+    ) -> None:
+        super().__init__()
+        self.config = context.megatron  # read by Megatron-Core's schedules and DDP
+        self.model_type = ModelType.encoder_or_decoder
+        self.model_config, self.residual, self.span, self.context = config, residual, span, context
+        self.recompute = recompute
+        self.block_hook: Callable[[int, Tensor], None] | None = None
+        self.observer: Observer | None = None
+        multiple = VOCAB_MULTIPLE * context.tp_size
+        padded = -(-config.vocab_size // multiple) * multiple
+        table = Part("", (config.vocab_size, config.hidden_size), truncated_normal(config.init_std))
+        rope = Rope(config)
+        if span.has_embedding:
+            self.embedding = vocab_embedding(table, padded, context)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(i, config, residual, rope, context) for i in range(span.first, span.last)}
+        )
+        if span.has_head:
+            self.readout = residual.readout(context.megatron.params_dtype)
+            self.head = column_linear([table], context, rows=padded, own_weight=not config.tie_embeddings)
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """The schedule's way to hand over what the previous stage sent; the first stage gets None."""
+        assert all(tensor is None for tensor in tensors), "a stage that receives state needs the pipeline transport"
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Per-token losses [S, B] over all tokens, float32 or better."""
+        state = self.residual.start(self.embed(tokens_BS))
+        for index, block in self.blocks.items():
+            state = recomputed(block, self.recompute)(state, self.observer)
+            if self.block_hook:
+                self.block_hook(int(index), self.residual.probe(state))
+        logits_SBW = self.logits(state)
+        return vocab_parallel_cross_entropy(
+            logits_SBW, labels_BS.transpose(0, 1), self.model_config.vocab_size, self.context
+        )
+
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """[S, B, D]."""
+        embedded: Tensor = self.embedding(tokens_BS)
+        return embedded if self.context.sequence_parallel else embedded.transpose(0, 1)
+
+    def logits(self, state: DepthState) -> Tensor:
+        """[S, B, W], S all tokens; padding rows are not masked."""
+        weight = self.embedding.weight if self.model_config.tie_embeddings else None
+        logits: Tensor = self.head(self.readout(state), weight)[0]
+        return logits

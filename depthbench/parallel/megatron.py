@@ -1,0 +1,43 @@
+"""The config object that Megatron-Core's layers, schedules, DDP and optimizer read, from ours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from depthbench.config.schema import Precision, RunConfig
+
+DTYPES = {
+    Precision.BF16: torch.bfloat16,
+    Precision.REFERENCE: torch.bfloat16,
+    Precision.FP32: torch.float32,
+    Precision.FP64: torch.float64,
+}
+
+
+def megatron_config(run: RunConfig, finalize: Callable[..., Any] = finalize_model_grads) -> TransformerConfig:
+    """Everything that fuses or guesses is off: weights are filled by `model.init`, RoPE and norms are our own."""
+    model, parallel = run.model, run.parallel
+    dtype = DTYPES[run.train.precision]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.kv_heads,
+        ffn_hidden_size=model.ffn_hidden_size,
+        kv_channels=model.head_size,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,  # needs Apex
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize,
+        deterministic_mode=False,
+    )

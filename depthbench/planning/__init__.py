@@ -1,0 +1,1 @@
+"""What a run will hold and compute, from its config alone and before any process starts."""

@@ -1,0 +1,132 @@
+"""Attention Residuals: each sublayer reads a learned softmax mixture of earlier outputs.
+
+Sources are the embedding b_0 and the finished blocks b_n, each the sum of the raw outputs of `sublayers_per_block`
+sublayers; within a block the running sum is one more source. There is no running residual.
+
+    z_k = depth_attention(sources, query_k, gain_k)       read:  norm(z_k)       write:  sum <- sum + F(norm(z_k))
+
+Sublayer 0 reads the embedding itself and has no query. The output is one more read over all sources, then the final
+norm. With zero queries (their initial value) the model equals Pre-LN up to eps. Blocks of one sublayer are Full AttnRes.
+
+Source: arXiv 2603.15031 Eq. 2-6; DepthBench `attnres`. State: live `sum` [S, B, D] inside a block, history `source.n`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .depth_attention import depth_attention
+from .norms import RMSNorm
+from .parameters import constant, residual_parameter
+from .protocol import Connection, Cost, Read, Residual, Shape
+from .state import DepthState, StateSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class BlockAttnResConfig:
+    """Give the block length in sublayers or the number of blocks (then it is ceil(2L / num_blocks)).
+
+    read_norm_eps: pre-norms that follow a depth read, and the final norm. norm_eps: the pre-norm of sublayer 0.
+    """
+
+    sublayers_per_block: int | None = None
+    num_blocks: int | None = None
+    key_norm_eps: float = 1e-5
+    read_norm_eps: float = 1e-5
+    norm_eps: float = 1e-6
+
+
+class DepthRead(nn.Module):
+    """The learned query and key norm of one read."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.query = residual_parameter((width,), constant(0.0), dtype=dtype, keep_float32=True)
+        self.key_norm = residual_parameter((width,), constant(1.0), dtype=dtype, keep_float32=True)
+
+    def forward(self, state: DepthState) -> Tensor:
+        return depth_attention([*state.history.values(), *state.live.values()], self.query, self.key_norm, self.eps)
+
+
+class BlockAttnResConnection(Connection):
+    def __init__(self, sublayer: int, block_length: int, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype):
+        super().__init__()
+        self.finished_block = (sublayer + 1) // block_length if (sublayer + 1) % block_length == 0 else None
+        self.depth_read = DepthRead(width, cfg.key_norm_eps, dtype) if sublayer else None
+        self.norm = RMSNorm(width, cfg.read_norm_eps if sublayer else cfg.norm_eps, dtype)
+
+    def read(self, state: DepthState) -> Read:
+        mixed = self.depth_read(state) if self.depth_read else state.history["source.0"]
+        return Read(self.norm(mixed))
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        total = state.live["sum"] + y if state.live else y
+        if self.finished_block is None:
+            return DepthState({"sum": total}, state.history)
+        return DepthState({}, {**state.history, f"source.{self.finished_block}": total})
+
+
+class BlockAttnResReadout(nn.Module):
+    def __init__(self, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.depth_read = DepthRead(width, cfg.key_norm_eps, dtype)
+        self.norm = RMSNorm(width, cfg.read_norm_eps, dtype)
+
+    def forward(self, state: DepthState) -> Tensor:
+        normalised: Tensor = self.norm(self.depth_read(state))
+        return normalised
+
+
+class BlockAttnRes(Residual, name="block_attnres"):
+    Config = BlockAttnResConfig
+    config: BlockAttnResConfig
+
+    def __init__(self, config: BlockAttnResConfig, shape: Shape) -> None:
+        super().__init__(config, shape)
+        total, given = shape.num_sublayers, (config.sublayers_per_block, config.num_blocks)
+        if (given[0] is None) == (given[1] is None):
+            raise ValueError(f"give residual.sublayers_per_block or residual.num_blocks, one of them; got {given}")
+        if config.num_blocks is not None and not 1 <= config.num_blocks <= total:
+            raise ValueError(f"residual.num_blocks={config.num_blocks} must lie in 1..{total} (two sublayers a layer)")
+        self.block_length = config.sublayers_per_block or -(-total // (config.num_blocks or 1))
+        if not 1 <= self.block_length <= total:
+            raise ValueError(f"residual.sublayers_per_block={self.block_length} must lie in 1..{total}")
+
+    def start(self, embedding: Tensor) -> DepthState:
+        return DepthState({}, {"source.0": embedding})
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        return BlockAttnResConnection(sublayer, self.block_length, self.shape.hidden_size, self.config, dtype)
+
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        return BlockAttnResReadout(self.shape.hidden_size, self.config, dtype)
+
+    def state_at(self, sublayer: int) -> StateSpec:
+        width = (self.shape.hidden_size,)
+        live = (TensorSpec("sum", width),) if sublayer % self.block_length else ()
+        return StateSpec(live, tuple(TensorSpec(f"source.{n}", width) for n in range(sublayer // self.block_length + 1)))
+
+    def num_parameters(self) -> int:
+        total, width = self.shape.num_sublayers, self.shape.hidden_size
+        return (total + 1) * width + 2 * total * width  # norms, then query and key norm of all reads but the first
+
+    def num_sources(self, sublayer: int) -> int:
+        state = self.state_at(sublayer)
+        return len(state.live) + len(state.history)
+
+    def flops_per_token(self) -> Cost:
+        """Two products of length D a source and read; the paper counts 2 + floor(k/b) sources where there are
+        1 + ceil(k/b)."""
+        width, total = self.shape.hidden_size, self.shape.num_sublayers
+        exact = sum(self.num_sources(k) for k in range(1, total + 1))
+        paper = exact
+        if self.block_length > 1:
+            paper = sum(2 + k // self.block_length for k in range(1, total)) + self.num_sources(total)
+        return Cost(4 * width * exact, 4 * width * paper)
+
+    def probe(self, state: DepthState) -> Tensor:
+        newest: Tensor = state.live["sum"] if state.live else next(reversed(state.history.values()))
+        return newest

@@ -1,0 +1,121 @@
+"""Dynamic Hyper-Connections: n residual streams, mixed by weights that depend on the token.
+
+With H [n, D] the streams and H^ their parameter-free RMS-normalised rows,
+
+    alpha = S_alpha + s_alpha tanh(H^ W_alpha)   [n, n+1]        beta = S_beta + s_beta tanh(H^ w_beta)   [n]
+    read:  norm(sum_s alpha[s, 0] H_s)           write:  H_t <- sum_s alpha[s, 1+t] H_s + beta_t F(...)
+
+All streams start as the embedding; the readout is norm(sum of streams). Initially sublayer k reads stream k mod n and
+the mix is the identity, so the model equals Pre-LN; attention-out and MLP-down weights are divided by sqrt(n).
+
+Source: arXiv 2409.19606; DepthBench `hc`. State: live `streams` [S, B, N, D], N streams.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .norms import RMSNorm
+from .parameters import constant, fixed, residual_parameter
+from .protocol import Connection, Cost, Read, Residual, Shape
+from .state import DepthState, StateSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class HCConfig:
+    """readout: `norm_then_sum` reproduces checkpoints of an early DepthBench revision (logits differ by percents)."""
+
+    num_streams: int = 4
+    readout: Literal["sum_then_norm", "norm_then_sum"] = "sum_then_norm"
+    norm_eps: float = 1e-6
+    row_norm_eps: float = 1e-8
+
+
+class HCConnection(Connection):
+    def __init__(self, sublayer: int, width: int, cfg: HCConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        n = cfg.num_streams
+        static_alpha = torch.cat([torch.eye(n)[:, sublayer % n, None], torch.eye(n)], 1)
+        self.row_norm_eps = cfg.row_norm_eps
+        self.static_alpha = residual_parameter((n, n + 1), fixed(static_alpha), dtype=dtype, decay=False)
+        self.dynamic_alpha = residual_parameter((width, n + 1), constant(0.0), dtype=dtype)
+        self.dynamic_alpha_scale = residual_parameter((), constant(0.01), dtype=dtype)
+        self.static_beta = residual_parameter((n,), constant(1.0), dtype=dtype, decay=False)
+        self.dynamic_beta = residual_parameter((width,), constant(0.0), dtype=dtype)
+        self.dynamic_beta_scale = residual_parameter((), constant(0.01), dtype=dtype)
+        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+
+    def read(self, state: DepthState) -> Read:
+        streams_SBND = state.live["streams"]
+        dtype = torch.promote_types(streams_SBND.dtype, torch.float32)
+        wide_SBND = streams_SBND.to(dtype)
+        rows_SBND = wide_SBND * torch.rsqrt(wide_SBND.square().mean(-1, keepdim=True) + self.row_norm_eps)
+        alpha_SBNM = self.static_alpha.to(dtype) + self.dynamic_alpha_scale.to(dtype) * torch.tanh(
+            rows_SBND @ self.dynamic_alpha.to(dtype)
+        )
+        beta_SBN = self.static_beta.to(dtype) + self.dynamic_beta_scale.to(dtype) * torch.tanh(
+            rows_SBND @ self.dynamic_beta.to(dtype)
+        )
+        mixed_SBMD = (alpha_SBNM.mT @ wide_SBND).to(streams_SBND.dtype)
+        return Read(self.norm(mixed_SBMD[..., 0, :]), carry=(mixed_SBMD[..., 1:, :], beta_SBN))
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        mixed_SBND, beta_SBN = read.carry
+        streams_SBND = mixed_SBND + (beta_SBN.unsqueeze(-1) * y.unsqueeze(-2)).to(y.dtype)
+        return DepthState({"streams": streams_SBND}, {})
+
+
+class HCReadout(nn.Module):
+    def __init__(self, width: int, cfg: HCConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sum_first = cfg.readout == "sum_then_norm"
+        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+
+    def forward(self, state: DepthState) -> Tensor:
+        streams_SBND = state.live["streams"]
+        if self.sum_first:
+            normalised: Tensor = self.norm(streams_SBND.sum(-2))
+            return normalised
+        return torch.sum(self.norm(streams_SBND), -2)
+
+
+class HC(Residual, name="hc"):
+    Config = HCConfig
+    config: HCConfig
+
+    def __init__(self, config: HCConfig, shape: Shape) -> None:
+        super().__init__(config, shape)
+        if config.num_streams < 1:
+            raise ValueError(f"residual.num_streams={config.num_streams} must be at least 1")
+
+    def start(self, embedding: Tensor) -> DepthState:
+        return DepthState({"streams": embedding.unsqueeze(-2).repeat_interleave(self.config.num_streams, -2)}, {})
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        return HCConnection(sublayer, self.shape.hidden_size, self.config, dtype)
+
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        return HCReadout(self.shape.hidden_size, self.config, dtype)
+
+    def state_at(self, sublayer: int) -> StateSpec:
+        return StateSpec((TensorSpec("streams", (self.config.num_streams, self.shape.hidden_size)),), ())
+
+    def num_parameters(self) -> int:
+        n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
+        return (total + 1) * width + total * (width * (n + 2) + n * n + 2 * n + 2)
+
+    def flops_per_token(self) -> Cost:
+        """Per sublayer: coefficients n(n+2) products of length D, mixing n(n+1), writing n."""
+        n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
+        flops = total * 2 * width * (n * (n + 2) + n * (n + 1) + n)
+        return Cost(flops, flops)
+
+    def probe(self, state: DepthState) -> Tensor:
+        return state.live["streams"]
+
+    def init_scale(self, projection: str) -> float:
+        return 1 / math.sqrt(self.config.num_streams) if projection in ("out", "down") else 1.0

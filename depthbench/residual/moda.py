@@ -1,0 +1,107 @@
+"""Mixture-of-Depths Attention, pre-norm form: attention also looks back through depth.
+
+The residual itself is Pre-LN. Attention of block i >= 1 runs one joint softmax over this layer's keys of earlier tokens
+and, at the same token, over the keys that every earlier sublayer left behind:
+
+    softmax(q_t [K_{s<=t} ; D_{slot<2i, t}] / sqrt(head_dim)) [V ; DV]
+
+Attention of block i leaves its own keys (before RoPE) and values in slot 2i; its MLP leaves two extra projections of its
+normalised input in slot 2i + 1 (not in the last block, whose slots nobody reads).
+
+Source: arXiv 2603.15619; DepthBench `moda`. State: live h [S, B, D], history `key.slot` and `value.slot`
+[S, B, H_kv, K], which tensor-parallel ranks share by key/value head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .norms import RMSNorm
+from .parameters import truncated_normal
+from .pre_ln import HiddenReadout
+from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Residual
+from .state import DepthState, Placement, StateSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class MoDAConfig:
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+
+class MoDAConnection(Connection):
+    def __init__(self, sublayer: int, leaves_slot: bool, width: int, head_dim: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.sublayer, self.leaves_slot, self.head_dim = sublayer, leaves_slot, head_dim
+        self.norm = RMSNorm(width, eps, dtype)
+
+    def read(self, state: DepthState) -> Read:
+        hidden = self.norm(state.live["h"])
+        is_mlp = self.sublayer % 2 == 1
+        if is_mlp or self.sublayer == 0:
+            return Read(hidden)
+        slots = range(self.sublayer)
+        keys = tuple(state.history[f"key.{slot}"] for slot in slots)
+        return Read(hidden, DepthKV(keys, tuple(state.history[f"value.{slot}"] for slot in slots)))
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        live = {"h": state.live["h"] + y}
+        if not self.leaves_slot:
+            return DepthState(live, {})  # the last block: its attention was the slots' last reader
+        if self.sublayer % 2 == 1:
+            key, value = (taps[name].unflatten(-1, (-1, self.head_dim)) for name in ("depth_k", "depth_v"))
+        else:
+            key, value = taps["keys"], taps["values"]
+        slot = {f"key.{self.sublayer}": key, f"value.{self.sublayer}": value}
+        return DepthState(live, {**state.history, **slot})
+
+
+class MoDA(Residual, name="moda"):
+    Config = MoDAConfig
+    config: MoDAConfig
+
+    def start(self, embedding: Tensor) -> DepthState:
+        return DepthState({"h": embedding}, {})
+
+    def _leaves_slot(self, sublayer: int) -> bool:
+        return sublayer // 2 < self.shape.num_layers - 1
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        shape = self.shape
+        leaves_slot = self._leaves_slot(sublayer)
+        return MoDAConnection(sublayer, leaves_slot, shape.hidden_size, shape.head_dim, self.config.norm_eps, dtype)
+
+    def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
+        if not self._leaves_slot(2 * block + 1):
+            return ()
+        rows, init = self.shape.num_kv_heads * self.shape.head_dim, truncated_normal(self.config.init_std)
+        return ExtraProjection("depth_k", rows, init), ExtraProjection("depth_v", rows, init)
+
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def state_at(self, sublayer: int) -> StateSpec:
+        """Slots are dropped once the last attention has read them."""
+        last_reader = self.shape.num_sublayers - 2
+        slots = range(sublayer if sublayer <= last_reader else 0)
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        history = (TensorSpec(f"{kind}.{s}", heads, Placement.KV_HEADS) for s in slots for kind in ("key", "value"))
+        return StateSpec((TensorSpec("h", (self.shape.hidden_size,)),), tuple(history))
+
+    def num_parameters(self) -> int:
+        shape = self.shape
+        projections = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size
+        return (shape.num_sublayers + 1) * shape.hidden_size + (shape.num_layers - 1) * projections
+
+    def flops_per_token(self) -> Cost:
+        """Extra projections 4 D n_kv K a block but the last; attention over 2i slots in block i, 4 D a slot
+        (conventions 17; the paper gives no formula of its own)."""
+        shape = self.shape
+        projections = 4 * (shape.num_layers - 1) * shape.hidden_size * shape.num_kv_heads * shape.head_dim
+        attention = 4 * shape.hidden_size * shape.num_layers * (shape.num_layers - 1)
+        return Cost(projections + attention, projections + attention)
+
+    def probe(self, state: DepthState) -> Tensor:
+        return state.live["h"]

@@ -1,0 +1,21 @@
+"""RMS normalisation, the norm of every architecture here but one."""
+
+import torch.nn.functional as F
+from torch import Tensor, dtype, nn
+
+from .parameters import constant, residual_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32 or better, output in x's dtype.
+
+    Token-wise, so it runs unchanged on sequence-sharded activations.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = residual_parameter((width,), constant(1.0), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

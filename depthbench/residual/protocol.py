@@ -1,0 +1,141 @@
+"""What a residual architecture answers, and nothing else in depthbench does.
+
+An architecture is one file: a frozen config dataclass, a `Residual` that describes (state, cost, init) and builds, and
+the modules it builds: one `Connection` per sublayer and one `Readout`. Sublayers are numbered globally from zero,
+attention of block i is 2i and its MLP 2i + 1. For each sublayer the decoder runs
+
+    read = connection.read(state)
+    y, taps = branch(read.hidden, ...)          # attention or MLP
+    state = connection.write(state, read, y, taps)
+
+and at the end `readout(state)`, which goes to the LM head. Defining the subclass registers it under `name`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .parameters import Init
+from .state import DepthState, StateSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of the model's shape that residual architectures depend on."""
+
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_sublayers(self) -> int:
+        return 2 * self.num_layers
+
+
+class DepthKV(NamedTuple):
+    """Keys (not rotated) and values of earlier sublayers, one pair per slot, each [S, B, H_kv, K]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+class Read(NamedTuple):
+    """What a sublayer gets from the depth state.
+
+    hidden: [S, B, D], the branch's input, already normalised.
+    depth_kv: extra keys and values for the attention's softmax.
+    carry: whatever this connection's `write` wants back.
+    """
+
+    hidden: Tensor
+    depth_kv: DepthKV | None = None
+    carry: Any = None
+
+
+class ExtraProjection(NamedTuple):
+    """A projection [rows, D] of the normalised MLP input, computed with the MLP's own first matmul (so it is
+    column-parallel and shares its all-gather). Its output [S, B, rows / TP] comes back in `taps[name]`."""
+
+    name: str
+    rows: int
+    init: Init
+
+
+class Connection(nn.Module, ABC):
+    """Ties one sublayer to the depth state."""
+
+    @abstractmethod
+    def read(self, state: DepthState) -> Read: ...
+
+    @abstractmethod
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        """y: [S, B, D], the branch's output. taps: `keys` and `values` [S, B, H_kv, K] before RoPE from attention,
+        the architecture's extra projections from an MLP."""
+
+
+class Cost(NamedTuple):
+    """Forward FLOPs per token of the residual path, multiply-add = 2; norms, softmax and element-wise work not counted
+    (the paper's convention)."""
+
+    exact: float
+    paper: float
+
+
+class Residual(ABC):
+    """One architecture at one shape: pure description, no parameters of its own."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type]
+    registry: ClassVar[dict[str, type["Residual"]]] = {}
+
+    def __init_subclass__(cls, name: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = name
+        Residual.registry[name] = cls
+
+    def __init__(self, config: Any, shape: Shape) -> None:
+        """Raises ValueError where the config cannot work at this shape."""
+        self.config = config
+        self.shape = shape
+
+    # -- the computation ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def start(self, embedding: Tensor) -> DepthState:
+        """State before sublayer 0. embedding: [S, B, D]."""
+
+    @abstractmethod
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection: ...
+
+    @abstractmethod
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        """Module: DepthState -> [S, B, D], the normalised input of the LM head."""
+
+    # -- its description ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def state_at(self, sublayer: int) -> StateSpec:
+        """What the state holds just before `sublayer` (2L: before the readout); only what is still read."""
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """All residual parameters of the whole model, norms included."""
+
+    @abstractmethod
+    def flops_per_token(self) -> Cost:
+        """Of the whole model's residual path."""
+
+    @abstractmethod
+    def probe(self, state: DepthState) -> Tensor:
+        """[S, B, ...]: the newest representation in a state that a sublayer has just written, for statistics."""
+
+    def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
+        """Projections that block's MLP must compute for this architecture."""
+        return ()
+
+    def init_scale(self, projection: str) -> float:
+        """Factor on the initial deviation of a backbone weight: q, k, v, out, gate, up or down."""
+        return 1.0

@@ -1,0 +1,87 @@
+"""Guards before an update: non-finite losses and gradients stop the run, gradient spikes skip the step."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from depthbench.config.schema import TrainConfig
+from depthbench.data.loader import Batch
+from depthbench.model.stage import DecoderStage
+from depthbench.residual.state import DepthState
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not finite. Raised on every rank, before the update: weights are unchanged."""
+
+
+class SpikeGuard:
+    """Says which updates to skip: those whose gradient norm exceeds a multiple of the recent median.
+
+    All ranks see the same norms, so they decide alike. The norms seen belong to the checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, norms: Sequence[float] = ()) -> None:
+        self.factor = config.spike_factor
+        self.norms: deque[float] = deque(norms, maxlen=config.spike_window)
+
+    def skips(self, grad_norm: float) -> bool:
+        """Whether to skip; a norm that is not skipped is remembered. Needs a quarter of its window first."""
+        known = len(self.norms) * 4 >= (self.norms.maxlen or 1)
+        if self.factor and known and grad_norm > self.factor * median(self.norms):
+            return True
+        self.norms.append(grad_norm)
+        return False
+
+
+def describe(position: int, num_layers: int) -> str:
+    if position == 0:
+        return "the embedding"
+    if position > 2 * num_layers:
+        return "the readout or the head"
+    block, is_mlp = divmod(position - 1, 2)
+    return f"block {block} ({'MLP' if is_mlp else 'attention'}, sublayer {position - 1})"
+
+
+@torch.no_grad()
+def first_bad_layer(stage: DecoderStage, microbatches: Sequence[Batch]) -> str:
+    """Run the step's microbatches forward again and name the first place, over all ranks, whose output is not finite.
+
+    Every rank must call it with as many microbatches.
+    """
+    last = 2 * stage.span.num_layers + 1
+    worst = last
+
+    def observe(sublayer: int, state: DepthState) -> None:
+        nonlocal worst
+        if not bool(stage.residual.probe(state).isfinite().all()):
+            worst = min(worst, sublayer + 1)
+
+    device = torch.cuda.current_device()
+    stage.observer = observe
+    try:
+        for batch in microbatches:
+            tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
+            if not bool(stage.embed(tokens).isfinite().all()):
+                worst = 0
+            stage(tokens, labels)
+    finally:
+        stage.observer = None
+    found = torch.tensor(worst, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return describe(int(found), stage.span.num_layers)
+
+
+def first_bad_gradient(stage: DecoderStage) -> str:
+    """Name the deepest parameter, over all ranks, whose gradient is not finite: backward met it first."""
+    names = [name for name, _ in stage.named_parameters()]
+    bad = torch.tensor(
+        [not bool(p.main_grad.isfinite().all()) for p in stage.parameters()],  # type: ignore[attr-defined]
+        dtype=torch.int32,
+        device=torch.cuda.current_device(),
+    )
+    dist.all_reduce(bad, dist.ReduceOp.MAX)
+    found = bad.nonzero().flatten().tolist()
+    return names[found[-1]] if found else "no single parameter (their norm overflows)"

@@ -1,0 +1,84 @@
+"""Megatron-Core's DDP and optimizer around a stage, and the few things asked of them."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey
+
+from depthbench.config.schema import OptimizerConfig, Precision, RunConfig
+from depthbench.model.stage import DecoderStage
+from depthbench.parallel.placement import apply_declarations
+
+
+def wrap(run: RunConfig, stage: DecoderStage) -> DistributedDataParallel:
+    """The stage with gradient buffers that are summed over data-parallel ranks."""
+    parallel, context = run.parallel, stage.context
+    apply_declarations(stage, context.tp_size)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=run.train.precision is Precision.BF16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        bucket_size=parallel.bucket_size,
+    )
+    ddp = DistributedDataParallel(config=context.megatron, ddp_config=config, module=stage)
+    context.megatron.no_sync_func = ddp.no_sync
+    return ddp
+
+
+class Optimizer:
+    """AdamW over one wrapped stage. A step is `prepare`, then `apply` or nothing."""
+
+    def __init__(self, run: RunConfig, ddp: DistributedDataParallel) -> None:
+        self.config: OptimizerConfig = run.optimizer
+        precision = run.train.precision
+        config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=self.config.lr,
+            min_lr=0.0,
+            weight_decay=self.config.weight_decay,
+            adam_beta1=self.config.beta1,
+            adam_beta2=self.config.beta2,
+            adam_eps=self.config.eps,
+            clip_grad=self.config.clip_norm,
+            bf16=precision is Precision.BF16,
+            params_dtype=ddp.config.params_dtype,
+            use_distributed_optimizer=run.parallel.distributed_optimizer,
+            overlap_param_gather=run.parallel.overlap_param_gather,
+        )
+        exempt: Any = {ParamKey(attr="without_decay"): {"wd_mult": 0.0}}
+        self.ddp = ddp
+        self.chained = get_megatron_optimizer(config, [ddp], config_overrides=exempt)
+        self.inner = self.chained.chained_optimizers[0]
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.chained.zero_grad()
+
+    def prepare(self) -> float:
+        """Bring the reduced gradients to where the update reads them; returns their global norm, before clipping."""
+        self.chained.prepare_grads()
+        return float(self.chained.get_grad_norm())
+
+    def apply(self, lr: float, grad_norm: float) -> None:
+        """Clip by the norm that `prepare` returned and update the weights."""
+        for group in self.chained.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        if self.config.clip_norm > 0:
+            clip_grad_by_total_norm_fp32(self.inner.get_parameters(), self.config.clip_norm, grad_norm)
+        self.chained.step_with_ready_grads()
+
+    def weights_are_current(self) -> None:
+        """Finish a gather of updated weights that `overlap_param_gather` left for the next forward pass."""
+        if self.ddp.ddp_config.overlap_param_gather:
+            self.ddp.start_param_sync(force_sync=True)
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.inner.optimizer
+        return optimizer

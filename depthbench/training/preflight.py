@@ -1,0 +1,144 @@
+"""Everything that can be wrong with a run, found before any process group starts.
+
+Every rank runs it on its own; it changes nothing but the sample-index cache, which one process a node fills.
+"""
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.utils import Split
+
+from depthbench.checkpoint.folder import Published, latest
+from depthbench.config.schema import RunConfig
+from depthbench.config.validate import check_run
+from depthbench.data.corpus import EpochedCorpus, WindowSettings, corpora, samples_from_each
+from depthbench.data.indexed import check_prefix
+from depthbench.data.tokenizers import Tokenizer, load_tokenizer
+from depthbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks found out on the way."""
+
+    folder: Path
+    train: list[EpochedCorpus]
+    weights: list[float]
+    valid: list[EpochedCorpus]
+    resume: Published | None
+    data_identity: dict[str, Any]
+    last_step: int
+
+    @property
+    def finished(self) -> bool:
+        return self.resume is not None and self.resume.step >= self.last_step
+
+
+def checkpoints_of(folder: Path) -> Path:
+    return folder / "checkpoints"
+
+
+def preflight(run: RunConfig, world_size: int, build_indices: bool) -> Preflight:
+    """Check settings, data, run folder and checkpoint; open the data.
+
+    build_indices: whether this process fills the sample-index cache of its node.
+
+    Raises UserError, with the way out, for the first thing that is wrong.
+    """
+    check_run(run, world_size)
+    tokenizer = _tokenizer(run)
+    for source in [*run.data.train, *run.data.valid]:
+        info = check_prefix(source.prefix, run.model.vocab_size, tokenizer)
+        if info.sidecar is None:  # not from `depthbench prepare`, which checks every id
+            check_prefix(source.prefix, run.model.vocab_size, tokenizer, scan=True)
+    folder = _writable(Path(run.folder))
+    settings = WindowSettings(
+        sequence_length=run.model.sequence_length,
+        vocab_size=run.model.vocab_size,
+        eod=tokenizer.eod,
+        seed=run.seed,
+        index_cache=Path(run.data.index_cache or folder / "index-cache"),
+    )
+    train, weights = corpora(run.data, Split.train, settings)
+    valid = corpora(run.data, Split.valid, settings)[0] if run.train.eval_every else []
+    identity = _identity(run, train, weights)
+    resume = latest(checkpoints_of(folder))
+    if resume:
+        _check_resume(resume, run, identity)
+    if build_indices:
+        _build_indices(run, train, weights, valid, resume)
+    last_step = min(run.train.steps, run.train.stop_at or run.train.steps)
+    return Preflight(folder, train, weights, valid, resume, identity, last_step)
+
+
+def _tokenizer(run: RunConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise UserError(
+            f"tokenizer {run.data.tokenizer} has {tokenizer.vocab_size} ids, more than "
+            f"model.vocab_size={run.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {folder}: {error.strerror}; set run_dir=FOLDER") from error
+    return folder
+
+
+def _identity(run: RunConfig, train: list[EpochedCorpus], weights: list[float]) -> dict[str, Any]:
+    """What the order of training samples depends on; paths do not count, contents do."""
+
+    def digest(corpus: EpochedCorpus) -> str:
+        lengths = np.ascontiguousarray(corpus.indexed.sequence_lengths[corpus.documents])
+        return hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
+
+    return {
+        "seed": run.seed,
+        "model.sequence_length": run.model.sequence_length,
+        "data.train weights": weights,
+        "data.train documents": [digest(corpus) for corpus in train],
+    }
+
+
+def _check_resume(checkpoint: Published, run: RunConfig, identity: dict[str, Any]) -> None:
+    manifest = checkpoint.manifest()
+    checkpoint.check_files()
+    stored = {"residual.architecture": manifest["architecture"], **manifest["data"]}
+    wanted = {"residual.architecture": run.architecture, **identity}
+    for key, value in wanted.items():
+        if stored.get(key) != value:
+            raise UserError(
+                f"cannot resume from {checkpoint.path}: it was written with {key} = {stored.get(key)}, the run has "
+                f"{value}. Restore that, or start another run with run_dir=FOLDER"
+            )
+    if manifest["precision"] != run.train.precision.value:
+        raise UserError(
+            f"cannot resume from {checkpoint.path}: it holds train.precision={manifest['precision']}, the run has "
+            f"{run.train.precision.value}"
+        )
+
+
+def _build_indices(
+    run: RunConfig, train: list[EpochedCorpus], weights: list[float], valid: list[EpochedCorpus], at: Published | None
+) -> None:
+    done = at.manifest() if at else {"consumed_samples": 0, "step": 0}
+    samples = done["consumed_samples"] + (run.train.steps - done["step"]) * run.train.global_batch
+    for corpus, share in zip(train, samples_from_each(weights, samples), strict=True):
+        corpus.build_index(share)
+    for corpus in valid:
+        corpus.build_index(1)
+
+
+def is_first_of_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0

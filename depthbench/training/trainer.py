@@ -1,0 +1,260 @@
+"""The training loop: from a checked run to its last step, or to a stop that loses nothing."""
+
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from depthbench.checkpoint import tensors
+from depthbench.checkpoint.store import CheckpointWriter, load
+from depthbench.config.load import plain
+from depthbench.config.schema import EvalForm, RunConfig
+from depthbench.config.validate import residual_of
+from depthbench.data.corpus import blend
+from depthbench.data.evaluation import evaluation_set
+from depthbench.data.loader import SampleOrder, batches
+from depthbench.logs.console import ConsoleLog, step_line
+from depthbench.logs.hardware import peak_flops, peak_memory_gib
+from depthbench.logs.metrics import MetricsLog
+from depthbench.model.init import initialize
+from depthbench.model.stage import DecoderStage, StageSpan
+from depthbench.parallel import startup
+from depthbench.parallel.context import ParallelContext
+from depthbench.planning.flops import train_per_token
+
+from .evaluation import evaluate
+from .guard import NonFiniteError, SpikeGuard, first_bad_gradient, first_bad_layer
+from .layer_stats import LayerStats
+from .optimizer import Optimizer, wrap
+from .preflight import Preflight, checkpoints_of, is_first_of_node, preflight
+from .provenance import record, write_status
+from .schedule import learning_rate
+from .signals import StopSignals
+from .step import run_microbatches
+
+
+def train(run: RunConfig) -> int:
+    """Train `run` on the processes that torchrun started (or on this one); resume where its folder says.
+
+    Returns the exit status: 0 when the run is finished or was stopped by a signal after saving, 3 when a loss or
+    gradient was not finite. Raises UserError, before any process group starts, for a run that cannot work.
+    """
+    rank, world_size, _ = startup.world_from_environment()
+    ready = preflight(run, world_size, build_indices=is_first_of_node())
+    if ready.finished:
+        assert ready.resume
+        if rank == 0:
+            print(f"{run.name} is finished: {ready.resume.path} is step {ready.resume.step} of {ready.last_step}")
+        return 0
+    context = startup.start(run)
+    trainer = Trainer(run, ready, context)
+    try:
+        trainer.loop()
+    except NonFiniteError as error:
+        trainer.leave("failed", str(error))
+        return 3
+    finally:
+        trainer.close()
+        startup.stop()
+    return 0
+
+
+class Trainer:
+    """A run in progress on this rank."""
+
+    def __init__(self, run: RunConfig, ready: Preflight, context: ParallelContext) -> None:
+        dist.barrier()  # sample indices are in the cache of every node
+        self.run, self.ready, self.context = run, ready, context
+        self.leads = dist.get_rank() == 0
+        residual = residual_of(run)
+        span = StageSpan(0, run.model.num_layers, run.model.num_layers)
+        self.stage = DecoderStage(run.model, residual, span, context, run.parallel.recompute)
+        self.stage.to(torch.cuda.current_device())
+        initialize(self.stage, run.seed, context)
+        self.ddp = wrap(run, self.stage)
+        self.optimizer = Optimizer(run, self.ddp)
+        self.step = self.consumed = self.skipped = 0
+        norms: list[float] = []
+        if ready.resume:
+            norms = self._load()
+        self.guard = SpikeGuard(run.train, norms)
+        self.signals = StopSignals()
+        self.console = ConsoleLog(ready.last_step, self.step) if self.leads else None
+        self.metrics = (
+            MetricsLog(run.log, run.name, ready.folder, self.step, plain(run)) if self.leads else None
+        )
+        self.writer = CheckpointWriter(checkpoints_of(ready.folder), run.checkpoint, self.say)
+        self.flops = train_per_token(run)
+        self.peak = peak_flops(run.log.peak_tflops)
+        self.durations: deque[float] = deque(maxlen=20)
+        if self.leads:
+            record(run, ready.folder, dist.get_world_size(), self.step)
+            write_status(ready.folder, "running", self.step)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+    def loop(self) -> None:
+        run, last_step = self.run, self.ready.last_step
+        accumulation = run.train.global_batch // (run.train.micro_batch * self.context.dp_size)
+        stream = self._stream()
+        self.say(f"{run.name}: step {self.step} of {run.train.steps}, {dist.get_world_size()} processes")
+        while self.step < last_step:
+            began = time.perf_counter()
+            microbatches = [next(stream) for _ in range(accumulation)]  # kept until the update, for fault finding
+            values = self._update(microbatches)
+            self.step += 1
+            self.consumed += run.train.global_batch
+            self._report(values, time.perf_counter() - began)
+            stopped = self.signals.agreed()
+            if not stopped and run.train.eval_every:
+                if self.step % run.train.eval_every == 0 or self.step == last_step:
+                    stopped = self._evaluate(values)
+            if self.metrics:
+                self.metrics.write(self.step, values)
+            self.writer.poll()
+            every = run.checkpoint.every
+            if stopped or self.step == last_step or (every and self.step % every == 0):
+                self._save()
+            if stopped:
+                self.writer.close()
+                return self.leave("stopped", stopped)
+        self.writer.close()
+        finished = last_step == run.train.steps
+        self.leave("finished" if finished else "stopped", "" if finished else f"train.stop_at={last_step}")
+
+    def _update(self, microbatches: list[Any]) -> dict[str, float]:
+        """One step's passes and update; NonFiniteError before anything has changed."""
+        run = self.run
+        lr = learning_rate(self.step + 1, run.train.steps, run.optimizer)
+        every = run.log.layer_stats_every
+        stats = LayerStats(self.stage) if every and (self.step + 1) % every == 0 else None
+        self.optimizer.zero_grad()
+        if stats:
+            with stats:
+                loss = run_microbatches(self.ddp, iter(microbatches), len(microbatches), forward_only=False)
+        else:
+            loss = run_microbatches(self.ddp, iter(microbatches), len(microbatches), forward_only=False)
+        if not _finite(loss.total):
+            self._fail("loss", loss.mean, f"first non-finite output in {first_bad_layer(self.stage, microbatches)}")
+        grad_norm = self.optimizer.prepare()
+        if not _finite(grad_norm):
+            self._fail("gradient norm", grad_norm, f"first non-finite gradient in {first_bad_gradient(self.stage)}")
+        if self.guard.skips(grad_norm):
+            self.skipped += 1
+            self.say(f"step {self.step + 1}: gradient norm {grad_norm:.3g} is a spike, update skipped")
+        else:
+            self.optimizer.apply(lr, grad_norm)
+        values = {"loss": loss.mean, "grad_norm": grad_norm, "lr": lr, "tokens": loss.tokens, "skipped": self.skipped}
+        return {**values, **(stats.collect(loss.tokens) if stats else {})}
+
+    def _fail(self, what: str, value: float, where: str) -> None:
+        samples = f"samples {self.consumed} to {self.consumed + self.run.train.global_batch - 1}"
+        raise NonFiniteError(
+            f"step {self.step + 1}: {what} is {value}; {where} ({samples}). Weights are those of step {self.step}; "
+            f"nothing was saved"
+        )
+
+    def _evaluate(self, values: dict[str, float]) -> str | None:
+        """Add the validation loss to `values`; the name of a signal that came meanwhile."""
+        items = evaluation_set(
+            self.ready.valid, self.run.data.eval_form is EvalForm.DOCUMENTS, self.run.train.eval_sequences
+        )
+        signals: list[str] = []
+
+        def interrupted() -> bool:
+            if name := self.signals.agreed():
+                signals.append(name)
+            return bool(signals)
+
+        loss = evaluate(self.ddp, items, self.run.train.micro_batch, interrupted)
+        if loss is None:
+            return signals[0]
+        values["eval/loss"] = loss.mean
+        self.say(f"step {self.step}: validation loss {loss.mean:.4f} over {loss.tokens:,} tokens")
+        return None
+
+    # -- reports --------------------------------------------------------------------------------------------------
+    def say(self, text: str) -> None:
+        if self.console:
+            self.console.line(text)
+
+    def _report(self, values: dict[str, float], seconds: float) -> None:
+        self.durations.append(seconds)
+        world = dist.get_world_size()
+        speed = values["tokens"] / seconds
+        values.update(
+            tokens_per_second=speed,
+            tokens_per_second_per_rank=speed / world,
+            memory_gib=peak_memory_gib(),
+            step_seconds=seconds,
+            eta_seconds=statistics.mean(self.durations) * (self.ready.last_step - self.step),
+        )
+        if self.peak:
+            values["mfu"] = speed * self.flops / (self.peak * world)
+        if self.console:
+            self.console.advance(self.step)
+            if self.step % self.run.log.every == 0:
+                self.console.line(step_line(self.step, self.run.train.steps, values))
+
+    def leave(self, state: str, reason: str) -> None:
+        """Mark how this process ended. `state` is finished, stopped (to be resumed) or failed."""
+        if self.leads:
+            write_status(self.ready.folder, state, self.step, reason)
+        self.say(f"{self.run.name}: {state} at step {self.step}" + (f" ({reason})" if reason else ""))
+
+    def close(self) -> None:
+        self.signals.restore()
+        if self.metrics:
+            self.metrics.close()
+        if self.console:
+            self.console.close()
+
+    # -- position and state ---------------------------------------------------------------------------------------
+    def _stream(self) -> Any:
+        run, remaining = self.run, self.ready.last_step - self.step
+        end = self.consumed + remaining * run.train.global_batch
+        order = SampleOrder(self.consumed, end, run.train.micro_batch, self.context.dp_rank, self.context.dp_size)
+        return batches(blend(self.ready.train, self.ready.weights, end), order, run.data.workers)
+
+    def _save(self) -> None:
+        self.optimizer.weights_are_current()
+        manifest = {
+            "format": 1,
+            "step": self.step,
+            "consumed_samples": self.consumed,
+            "updates": tensors.updates_done(self.optimizer),
+            "skipped": self.skipped,
+            "recent_grad_norms": list(self.guard.norms),
+            "architecture": self.run.architecture,
+            "precision": self.run.train.precision.value,
+            "data": self.ready.data_identity,
+            "settings": plain(self.run),
+        }
+        state = [*self._tensors(), *tensors.random_state(dist.get_rank(), dist.get_world_size())]
+        self.writer.save(self.step, state, manifest)
+
+    def _tensors(self) -> list[Any]:
+        return [*tensors.model_tensors(self.stage), *tensors.optimizer_tensors(self.optimizer, self.stage)]
+
+    def _load(self) -> list[float]:
+        """Continue from the checkpoint that preflight found; the gradient norms that the spike guard knew."""
+        checkpoint = self.ready.resume
+        assert checkpoint
+        random = tensors.random_state(dist.get_rank(), dist.get_world_size())
+        if load(checkpoint, self._tensors(), random):
+            torch.set_rng_state(random[0].data.view(-1))
+        manifest = checkpoint.manifest()
+        tensors.set_updates_done(self.optimizer, manifest["updates"])
+        self.step, self.consumed = manifest["step"], manifest["consumed_samples"]
+        self.skipped = manifest["skipped"]
+        norms: list[float] = manifest["recent_grad_norms"]
+        return norms
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+

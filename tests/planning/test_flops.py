@@ -1,0 +1,119 @@
+"""FLOPs against the DepthBench paper's figures, and against the operations that the naive models really run."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from depthbench.config.load import load_run
+from depthbench.config.schema import RunConfig
+from depthbench.config.validate import residual_of
+from depthbench.errors import UserError
+from depthbench.planning import flops
+from tests.reference import Shape, random_weights, reference_logits
+
+PAPER_TOKENS = 4096
+PAPER_TERAFLOPS = {
+    "400m_L16": "2.981",
+    "400m_L20": "3.221",
+    "400m_L24": "3.302",
+    "400m_L28": "3.439",
+    "400m_L32": "3.495",
+    "400m_L42": "3.779",
+    "400m_L70": "4.328",
+}
+
+
+def run_of(model: str, residual: str = "pre_ln", *words: str) -> RunConfig:
+    return load_run("depthbench_400m", [f"model={model}", f"residual={residual}", *words])
+
+
+def small(residual: str, **settings: int | bool) -> RunConfig:
+    shape = {"num_layers": 3, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "vocab_size": 11}
+    words = (f"model.{key}={value}" for key, value in {**shape, "sequence_length": 7, **settings}.items())
+    return run_of("400m_L24", residual, *words)
+
+
+@pytest.mark.parametrize(("model", "printed"), PAPER_TERAFLOPS.items())
+def test_prefill_is_the_papers(model: str, printed: str) -> None:
+    assert f"{flops.prefill_paper(run_of(model), PAPER_TOKENS) / 1e12:.3f}" == printed
+
+
+def test_prefill_is_the_papers_formula_for_mha() -> None:
+    L, D, F, V, T = 24, 1024, 2736, 50280, 4096
+    base = L * (8 * T * D**2 + 6 * T * D * F + 2 * T**2 * D) + 2 * D * V
+    assert flops.prefill_paper(run_of("400m_L24"), T) == base
+    assert flops.prefill_paper(run_of("400m_L24", "full_attnres"), T) == base + 4 * T * D * L * (2 * L + 3)
+    assert flops.prefill_paper(run_of("400m_L24", "hc"), T) == base + 192 * T * D * L
+    sources = sum(2 + k // 6 for k in range(1, 2 * L)) + 9
+    assert flops.prefill_paper(run_of("400m_L24", "block_attnres"), T) == base + 4 * T * D * sources
+    moda = 4 * (L - 1) * T * D**2 + 4 * T * D * L * (L - 1)
+    assert flops.prefill_paper(run_of("400m_L24", "moda"), T) == base + moda
+
+
+@pytest.mark.parametrize(("residual", "printed"), [("full_attnres", "0.105"), ("hc", "0.035")])
+def test_residual_path_of_the_deepest_model(residual: str, printed: str) -> None:
+    plain = flops.prefill_paper(run_of("400m_L70"), PAPER_TOKENS)
+    assert f"{(flops.prefill_paper(run_of('400m_L70', residual), PAPER_TOKENS) - plain) / 1e12:.3f}" == printed
+
+
+def test_block_attnres_as_built_has_one_source_fewer_at_seven_boundaries() -> None:
+    run, tokens = run_of("400m_L24", "block_attnres"), 64
+    cost = residual_of(run).flops_per_token()
+    assert (cost.paper - cost.exact) * tokens == 28 * tokens * 1024
+
+
+def counted_flops(run: RunConfig, tokens: int) -> int:
+    """What torch counts in the naive model: matmuls only, over the full attention matrix."""
+    model = run.model
+    shape = Shape(
+        model.num_layers,
+        model.hidden_size,
+        model.ffn_hidden_size,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_size,
+        vocab_size=model.vocab_size,
+        tied=model.tie_embeddings,
+    )
+    weights = random_weights(shape, run.architecture, torch.Generator().manual_seed(0))
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        reference_logits(weights, torch.zeros(1, tokens, dtype=torch.int64), shape, run.architecture)
+    total: int = counter.get_total_flops()
+    return total
+
+
+def masked_flops(run: RunConfig, tokens: int) -> int:
+    """The share of a full attention matrix that causality masks: T (T - 1) / 2 pairs, two products, every layer."""
+    model = run.model
+    return model.num_layers * 2 * tokens * (tokens - 1) * model.num_attention_heads * model.head_size
+
+
+SHAPES = [{}, {"num_kv_heads": 2}, {"num_kv_heads": 3, "head_dim": 10}, {"tie_embeddings": True}]
+
+
+@pytest.mark.parametrize("settings", SHAPES)
+def test_forward_of_pre_ln_is_what_torch_counts(settings: dict[str, int]) -> None:
+    run, tokens = small("pre_ln", **settings), 7
+    assert flops.forward_exact(run, tokens) == counted_flops(run, tokens) - masked_flops(run, tokens)
+
+
+def test_forward_of_moda_is_what_torch_counts_and_its_depth_attention() -> None:
+    """The naive model runs depth attention as element-wise products, and projects each slot's keys and values anew."""
+    run, tokens = small("moda", num_kv_heads=2), 7
+    model = run.model
+    projected_again = 4 * tokens * model.hidden_size * model.kv_heads * model.head_size * model.num_layers
+    depth_attention = 4 * tokens * model.hidden_size * model.num_layers * (model.num_layers - 1)
+    counted = counted_flops(run, tokens) - masked_flops(run, tokens) - projected_again
+    assert flops.forward_exact(run, tokens) == counted + depth_attention
+
+
+def test_training_is_three_forwards_at_the_models_length() -> None:
+    run = small("hc")
+    assert flops.train_per_token(run) == 3 * flops.forward_exact(run, 7) / 7
+
+
+@pytest.mark.parametrize("count", [flops.prefill_paper, flops.forward_exact])
+def test_no_tokens_are_refused(count) -> None:
+    with pytest.raises(UserError, match="sequence of 0 tokens: give at least 1"):
+        count(small("pre_ln"), 0)
