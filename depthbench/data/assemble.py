@@ -71,8 +71,14 @@ def has_parts(folder: Path, settings: str) -> bool:
 
 
 def open_parts(job: Job, settings: str) -> set[int]:
-    """Make the folder of parts ready for a run with these settings; return the units an earlier run finished."""
-    if job.parts.is_dir() and not has_parts(job.parts, settings):
+    """Make the folder of parts ready for a run with these settings; return the units an earlier run finished.
+
+    Raises:
+        UserError: the folder exists and is not from ``prepare``.
+    """
+    if job.parts.is_dir() and any(job.parts.iterdir()) and not has_parts(job.parts, settings):
+        if not (job.parts / "settings").is_file():
+            raise UserError(f"{job.parts} is needed for part files but holds something else: choose another --output")
         print(f"{job.parts} is from other inputs or settings: discarded")
         shutil.rmtree(job.parts)
     job.parts.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ unlike ``concurrent.futures`` it can end its workers at once and leaves none beh
 import multiprocessing
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
@@ -35,6 +36,12 @@ def tokenize_units(job: Job, units: Sequence[int], workers: int, listener: Liste
     waiting = deque(units)
     processes: dict[Connection, SpawnProcess] = {}
     busy: dict[Connection, int] = {}
+
+    def give_next(connection: Connection) -> None:
+        busy[connection] = waiting.popleft()
+        with suppress(ConnectionError):  # of a dead worker; the receiving side reports it
+            connection.send(busy[connection])
+
     try:
         for _ in range(min(workers, len(waiting))):
             ours, theirs = context.Pipe()
@@ -42,8 +49,7 @@ def tokenize_units(job: Job, units: Sequence[int], workers: int, listener: Liste
             process.start()
             theirs.close()  # the worker's copy is the only one left, so its death closes the pipe
             processes[ours] = process
-            busy[ours] = waiting.popleft()
-            ours.send(busy[ours])
+            give_next(ours)
         while busy:
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
@@ -56,8 +62,7 @@ def tokenize_units(job: Job, units: Sequence[int], workers: int, listener: Liste
                 elif kind == "done":
                     listener.on_unit(content)
                     if waiting:
-                        busy[connection] = waiting.popleft()
-                        connection.send(busy[connection])
+                        give_next(connection)
                     else:
                         del busy[connection]
                 elif kind == "wrong":

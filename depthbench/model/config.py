@@ -22,6 +22,9 @@ class RopeScaling:
     beta_slow: float = 1.0
 
 
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size", "sequence_length")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only Llama-like backbone: bias-free, SwiGLU, RoPE; norms belong to the residual architecture.
@@ -44,11 +47,13 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name}={getattr(self, name)} must be at least 1")
-        if self.sequence_length < 1:
-            raise UserError(f"model.sequence_length={self.sequence_length} must be at least 1")
+        for name in ("num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"model.{name}={value} must be at least 1, or null")
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise UserError(
@@ -70,4 +75,4 @@ class ModelConfig:
 
     @property
     def residual_shape(self) -> Shape:
-        return Shape(self.num_layers, self.hidden_size, self.kv_heads, self.head_size)
+        return Shape(self.num_layers, self.hidden_size, self.num_attention_heads, self.kv_heads, self.head_size)

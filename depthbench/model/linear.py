@@ -1,8 +1,10 @@
 """Megatron-Core's parallel linears, bias-free, with their weights declared and left for `model.init` to fill."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from torch import Tensor
 
 from depthbench.parallel.context import ParallelContext
 from depthbench.residual.parameters import ParameterSpec, Part, declare
@@ -34,10 +36,20 @@ def column_linear(
     return linear
 
 
+class _RowLinear(RowParallelLinear):
+    """Megatron-Core sums over ranks in place, in the matmul's own output. Selective recomputation has kept that very
+    tensor and would sum it again, so the sum gets a copy."""
+
+    def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = super()._forward_impl(*args, **kwargs)
+        in_place = self.tp_group.size() > 1 and not self.sequence_parallel
+        return output.clone() if in_place else output
+
+
 def row_linear(part: Part, context: ParallelContext) -> RowParallelLinear:
     """x [S, B, inner / TP] -> [S, B, D], summed over ranks (and scattered along S under sequence parallelism)."""
     width, inner = part.shape
-    linear = RowParallelLinear(
+    linear = _RowLinear(
         inner,
         width,
         config=context.megatron,

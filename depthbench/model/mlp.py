@@ -18,16 +18,17 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, residual: Residual, block: int, context: ParallelContext) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.ffn_hidden_size
-        init = {
-            name: truncated_normal(config.init_std * residual.init_scale(name)) for name in ("gate", "up", "down")
-        }
         extra = residual.extra_projections(block)
-        parts = [Part(name, (inner, width), init[name]) for name in ("gate", "up")]
-        parts += [Part(projection.name, (projection.rows, width), projection.init) for projection in extra]
+
+        def part(name: str, shape: tuple[int, int]) -> Part:
+            return Part(name, shape, truncated_normal(config.init_std * residual.init_scale(name)))
+
+        rows = {"gate": inner, "up": inner, **{projection.name: projection.rows for projection in extra}}
+        parts = [part(name, (count, width)) for name, count in rows.items()]
         self.extra_names = [projection.name for projection in extra]
         self.part_rows = [part.shape[0] // context.tp_size for part in parts]
         self.gate_up = column_linear(parts, context)
-        self.down = row_linear(Part("down", (width, inner), init["down"]), context)
+        self.down = row_linear(part("down", (width, inner)), context)
 
     def forward(self, x_SBD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the branch output and, by name, the extra projections [S, B, rows / TP]."""

@@ -62,12 +62,12 @@ class Block(nn.Module):
         self.mlp_residual = residual.connection(2 * index + 1, dtype)
 
     def forward(self, state: DepthState, observer: Observer | None = None) -> DepthState:
-        read = self.attention_residual.read(state)
+        read = self.attention_residual(state)
         y, taps = self.attention(read.hidden, read.depth_kv)
         state = self.attention_residual.write(state, read, y, taps)
         if observer:
             observer(2 * self.index, state)
-        read = self.mlp_residual.read(state)
+        read = self.mlp_residual(state)
         y, taps = self.mlp(read.hidden)
         state = self.mlp_residual.write(state, read, y, taps)
         if observer:

@@ -1,11 +1,11 @@
 """The config object that Megatron-Core's layers, schedules, DDP and optimizer read, from ours."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from depthbench.config.schema import Precision, RunConfig
 
@@ -17,7 +17,13 @@ DTYPES = {
 }
 
 
-def megatron_config(run: RunConfig, finalize: Callable[..., Any] = finalize_model_grads) -> TransformerConfig:
+def finalize_gradients(model: Any, num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Megatron-Core's reduction of gradients and division by the global number of tokens; in float64, since it divides
+    by a tensor, and an integer tensor's reciprocal would be float32."""
+    finalize_model_grads(model, None if num_tokens is None else num_tokens.double(), **groups)
+
+
+def megatron_config(run: RunConfig) -> TransformerConfig:
     """Everything that fuses or guesses is off: weights are filled by `model.init`, RoPE and norms are our own."""
     model, parallel = run.model, run.parallel
     dtype = DTYPES[run.train.precision]
@@ -38,6 +44,6 @@ def megatron_config(run: RunConfig, finalize: Callable[..., Any] = finalize_mode
         perform_initialization=False,
         gradient_accumulation_fusion=False,  # needs Apex
         calculate_per_token_loss=True,
-        finalize_model_grads_func=finalize,
+        finalize_model_grads_func=finalize_gradients,
         deterministic_mode=False,
     )

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
-from .parameters import truncated_normal
 from .pre_ln import HiddenReadout
 from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Residual
 from .state import DepthState, Placement, StateSpec, TensorSpec
@@ -28,7 +27,6 @@ from .state import DepthState, Placement, StateSpec, TensorSpec
 @dataclass(frozen=True)
 class MoDAConfig:
     norm_eps: float = 1e-6
-    init_std: float = 0.02
 
 
 class MoDAConnection(Connection):
@@ -76,8 +74,8 @@ class MoDA(Residual, name="moda"):
     def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
         if not self._leaves_slot(2 * block + 1):
             return ()
-        rows, init = self.shape.num_kv_heads * self.shape.head_dim, truncated_normal(self.config.init_std)
-        return ExtraProjection("depth_k", rows, init), ExtraProjection("depth_v", rows, init)
+        rows = self.shape.num_kv_heads * self.shape.head_dim
+        return ExtraProjection("depth_k", rows), ExtraProjection("depth_v", rows)
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
         return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
@@ -96,11 +94,11 @@ class MoDA(Residual, name="moda"):
         return (shape.num_sublayers + 1) * shape.hidden_size + (shape.num_layers - 1) * projections
 
     def flops_per_token(self) -> Cost:
-        """Extra projections 4 D n_kv K a block but the last; attention over 2i slots in block i, 4 D a slot
-        (conventions 17; the paper gives no formula of its own)."""
+        """Extra projections 4 D G K a block but the last (G KV heads of size K); attention over 2i slots in block i,
+        4 H K a slot. The paper gives no formula of its own."""
         shape = self.shape
         projections = 4 * (shape.num_layers - 1) * shape.hidden_size * shape.num_kv_heads * shape.head_dim
-        attention = 4 * shape.hidden_size * shape.num_layers * (shape.num_layers - 1)
+        attention = 4 * shape.num_heads * shape.head_dim * shape.num_layers * (shape.num_layers - 1)
         return Cost(projections + attention, projections + attention)
 
     def probe(self, state: DepthState) -> Tensor:

@@ -4,7 +4,7 @@ An architecture is one file: a frozen config dataclass, a `Residual` that descri
 the modules it builds: one `Connection` per sublayer and one `Readout`. Sublayers are numbered globally from zero,
 attention of block i is 2i and its MLP 2i + 1. For each sublayer the decoder runs
 
-    read = connection.read(state)
+    read = connection(state)                    # connection.read
     y, taps = branch(read.hidden, ...)          # attention or MLP
     state = connection.write(state, read, y, taps)
 
@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .parameters import Init
 from .state import DepthState, StateSpec
 
 
@@ -29,6 +28,7 @@ class Shape:
 
     num_layers: int
     hidden_size: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
 
@@ -59,15 +59,19 @@ class Read(NamedTuple):
 
 class ExtraProjection(NamedTuple):
     """A projection [rows, D] of the normalised MLP input, computed with the MLP's own first matmul (so it is
-    column-parallel and shares its all-gather). Its output [S, B, rows / TP] comes back in `taps[name]`."""
+    column-parallel and shares its all-gather). Its output [S, B, rows / TP] comes back in `taps[name]`. Initialised as
+    the backbone's weights are."""
 
     name: str
     rows: int
-    init: Init
 
 
 class Connection(nn.Module, ABC):
     """Ties one sublayer to the depth state."""
+
+    def forward(self, state: DepthState) -> Read:
+        """`read`, as a call of the module: Megatron-Core's DDP waits for gathered weights in hooks on such calls."""
+        return self.read(state)
 
     @abstractmethod
     def read(self, state: DepthState) -> Read: ...
@@ -137,5 +141,5 @@ class Residual(ABC):
         return ()
 
     def init_scale(self, projection: str) -> float:
-        """Factor on the initial deviation of a backbone weight: q, k, v, out, gate, up or down."""
+        """Factor on the initial deviation of a weight: q, k, v, out, gate, up, down or an extra projection."""
         return 1.0

@@ -13,15 +13,13 @@ from depthbench.checkpoint import tensors
 from depthbench.checkpoint.store import CheckpointWriter, load
 from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
-from depthbench.config.validate import residual_of
 from depthbench.data.corpus import blend
 from depthbench.data.evaluation import evaluation_set
 from depthbench.data.loader import SampleOrder, batches
 from depthbench.logs.console import ConsoleLog, step_line
 from depthbench.logs.hardware import peak_flops, peak_memory_gib
 from depthbench.logs.metrics import MetricsLog
-from depthbench.model.init import initialize
-from depthbench.model.stage import DecoderStage, StageSpan
+from depthbench.model.build import build_stage
 from depthbench.parallel import startup
 from depthbench.parallel.context import ParallelContext
 from depthbench.planning.flops import train_per_token
@@ -70,11 +68,7 @@ class Trainer:
         dist.barrier()  # sample indices are in the cache of every node
         self.run, self.ready, self.context = run, ready, context
         self.leads = dist.get_rank() == 0
-        residual = residual_of(run)
-        span = StageSpan(0, run.model.num_layers, run.model.num_layers)
-        self.stage = DecoderStage(run.model, residual, span, context, run.parallel.recompute)
-        self.stage.to(torch.cuda.current_device())
-        initialize(self.stage, run.seed, context)
+        self.stage = build_stage(run, context).to(torch.cuda.current_device())
         self.ddp = wrap(run, self.stage)
         self.optimizer = Optimizer(run, self.ddp)
         self.step = self.consumed = self.skipped = 0

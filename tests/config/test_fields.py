@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import json
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +12,7 @@ import yaml
 
 from depthbench.config.load import load_run, plain, typed
 from depthbench.config.schema import DataSource, RunConfig
+from depthbench.model.config import RopeScaling
 from depthbench.residual import Residual, architecture
 
 # Doubling any one of its numbers leaves a valid model.
@@ -100,11 +100,12 @@ def test_yaml_and_command_line_agree(name: str, path: tuple[str, ...], hint: Any
     assert load_run(str(file), []) == overridden
     assert value_at(overridden, path) != value_at(base, path)
     assert typed(plain(overridden)) == overridden
-    assert type(value_at(overridden, path)) in (hint, *typing.get_args(hint)) or get_origin(hint) in (list, Literal)
+    assert type(value_at(overridden, path)) in (hint, *get_args(hint)) or get_origin(hint) in (list, Literal)
 
 
 def test_null_is_a_value(tmp_path: Path) -> None:
     file = tmp_path / "base.yaml"
     file.write_text(yaml.safe_dump(BASE))
     assert load_run(str(file), ["model.rope_scaling=null"]).model.rope_scaling is None
-    assert load_run(str(file), ["model.rope_scaling.kind=yarn"]).model.rope_scaling.kind == "yarn"
+    scaling = load_run(str(file), ["model.rope_scaling.kind=yarn"]).model.rope_scaling
+    assert scaling == RopeScaling("yarn", 2.0)

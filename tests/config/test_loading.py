@@ -10,21 +10,15 @@ from depthbench.config.load import load_run, parse_yaml
 from depthbench.config.schema import Precision
 from depthbench.errors import UserError
 
+SAMPLE = Path(__file__).with_name("sample_run.yaml")
+
 
 def run_file(tmp_path: Path, **changes: Any) -> str:
-    """A copy of the quick start with other top-level settings; None leaves one out."""
-    settings = load_yaml("quickstart") | changes
+    """A copy of the sample with other top-level settings; None leaves one out."""
+    settings = parse_yaml(SAMPLE.read_text(), "sample") | changes
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
     return str(path)
-
-
-def load_yaml(name: str) -> dict[str, Any]:
-    from depthbench.paths import CONFIGS
-
-    settings = parse_yaml((CONFIGS / "runs" / f"{name}.yaml").read_text(), name)
-    assert isinstance(settings, dict)
-    return settings
 
 
 @pytest.mark.parametrize(
@@ -43,18 +37,19 @@ def test_words_with_digits_stay_words() -> None:
 
 
 def test_a_base_with_changes() -> None:
-    run = load_run("quickstart", [])
+    run = load_run(str(SAMPLE), [])
     assert run.architecture == "block_attnres"
     assert run.residual.num_blocks == 4
-    assert run.name == "quickstart"
-    assert run.folder == "runs/quickstart"
+    assert run.name == "sample_run"
+    assert run.folder == "runs/sample_run"
+    assert load_run(str(SAMPLE), ["name=other", "run_dir=elsewhere"]).folder == "elsewhere"
 
 
 def test_a_group_chosen_on_the_command_line_replaces_the_runs_section(tmp_path: Path) -> None:
     file = run_file(tmp_path, parallel={"base": "tp2", "recompute": "full"})
     assert load_run(file, []).parallel.tensor == 2
     run = load_run(file, ["parallel=single", "residual=hc", "residual.num_streams=2"])
-    assert run.parallel == load_run("quickstart", []).parallel
+    assert run.parallel == load_run(str(SAMPLE), []).parallel
     assert (run.architecture, run.residual.num_streams) == ("hc", 2)
     assert load_run(file, ["residual=block_attnres"]).residual.num_blocks == 8  # the file's, not the run's 4
 
@@ -72,7 +67,7 @@ def test_by_residual_comes_after_the_run_and_before_the_command_line(tmp_path: P
 
 
 def test_the_last_override_wins() -> None:
-    run = load_run("quickstart", ["seed=1", "train.steps=5", "seed=2", "model=400m_L24", "model=400m_L32"])
+    run = load_run(str(SAMPLE), ["seed=1", "train.steps=5", "seed=2", "model=400m_L24", "model=400m_L32"])
     assert (run.seed, run.train.steps, run.model.num_layers) == (2, 5, 32)
 
 
@@ -84,7 +79,7 @@ def test_a_path_is_a_choice(tmp_path: Path) -> None:
 
 
 def test_enums_are_written_by_value() -> None:
-    assert load_run("quickstart", ["train.precision=fp64"]).train.precision is Precision.FP64
+    assert load_run(str(SAMPLE), ["train.precision=fp64"]).train.precision is Precision.FP64
 
 
 REFUSED = [
@@ -97,7 +92,7 @@ REFUSED = [
     ("residual.architecture=moba", "no residual architecture 'moba'; nearest is 'moda'"),
     ("architecture=hc", "unknown key architecture; nearest is residual.architecture"),
     ("residual=full_atnres", "no 'full_atnres' in configs/residual; nearest is 'full_attnres'"),
-    ("model=400m_L23", "no '400m_L23' in configs/model; nearest is '400m_L2"),
+    ("model=400m_L23", "no '400m_L23' in configs/model; nearest is '400m_L"),
     ("paralel=tp2", "unknown key paralel; nearest is parallel"),
     ("parallel=", "no '' in configs/parallel"),
     ("residual=nowhere.yaml", "cannot read nowhere.yaml: No such file"),
@@ -131,12 +126,12 @@ REFUSED = [
 @pytest.mark.parametrize(("word", "message"), REFUSED, ids=[word for word, _ in REFUSED])
 def test_what_is_refused(word: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_run("quickstart", [word])
+        load_run(str(SAMPLE), [word])
 
 
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
-        load_run("quickstart", ["train.steps=x", "seed=y", "logg.every=1"])
+        load_run(str(SAMPLE), ["train.steps=x", "seed=y", "logg.every=1"])
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -159,7 +154,7 @@ def test_what_is_refused_in_a_run_file(changes: dict[str, Any], message: str, tm
 
 
 def test_an_unknown_run() -> None:
-    with pytest.raises(UserError, match="no 'quikstart' in configs/runs; nearest is 'quickstart'; there are depthb"):
+    with pytest.raises(UserError, match="no 'quikstart' in configs/runs; nearest is 'quickstart'; there are "):
         load_run("quikstart", [])
 
 

@@ -1,12 +1,15 @@
 """Each check that spans sections refuses, with the numbers and the way out in the message."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from depthbench.config.load import load_run
 from depthbench.config.validate import check_run, data_parallel
 from depthbench.errors import UserError
+
+SAMPLE = str(Path(__file__).with_name("sample_run.yaml"))
 
 REFUSED: list[tuple[str, int, str]] = [
     # one value out of its range
@@ -76,21 +79,21 @@ REFUSED: list[tuple[str, int, str]] = [
 ]
 
 
-def test_the_quick_start_passes() -> None:
+def test_the_sample_passes() -> None:
     for world_size in (1, 2):
-        check_run(load_run("quickstart", []), world_size)
-    check_run(load_run("quickstart", ["train.precision=fp64", "parallel.distributed_optimizer=false"]), 1)
-    check_run(load_run("quickstart", ["data.valid=[]", "data.valid_fraction=0.1"]), 1)
-    check_run(load_run("quickstart", ["data.valid=[]", "train.eval_every=0"]), 1)
+        check_run(load_run(SAMPLE, []), world_size)
+    check_run(load_run(SAMPLE, ["train.precision=fp64", "parallel.distributed_optimizer=false"]), 1)
+    check_run(load_run(SAMPLE, ["data.valid=[]", "data.valid_fraction=0.1"]), 1)
+    check_run(load_run(SAMPLE, ["data.valid=[]", "train.eval_every=0"]), 1)
 
 
 @pytest.mark.parametrize(("words", "world_size", "message"), REFUSED, ids=[words for words, _, _ in REFUSED])
 def test_what_cannot_run_is_refused(words: str, world_size: int, message: str) -> None:
     overrides = [words] if "[" in words else words.split()
-    run = load_run("quickstart", overrides)
+    run = load_run(SAMPLE, overrides)
     with pytest.raises(UserError, match=re.escape(message)):
         check_run(run, world_size)
 
 
 def test_data_parallelism_takes_what_is_left() -> None:
-    assert data_parallel(load_run("quickstart", ["parallel=tp2"]), 8) == 4
+    assert data_parallel(load_run(SAMPLE, ["parallel=tp2"]), 8) == 4

@@ -36,7 +36,7 @@ def write_sidecar(prefix: Path, vocab_size: int, fingerprint: str) -> None:
 
 def test_what_is_found(prefix: Path) -> None:
     info = check_prefix(prefix, VOCAB, scan=True)
-    assert (info.documents, info.tokens, info.dtype, info.sidecar) == (3, 9, np.uint16, None)
+    assert (info.documents, info.tokens, info.dtype.name, info.sidecar) == (3, 9, "uint16", None)
     assert check_prefix(prefix, None).tokens == 9
 
 

@@ -149,6 +149,9 @@ def test_settings_that_cannot_be(tmp_path: Path, hf_tokenizer: Tokenizer) -> Non
     with pytest.raises(UserError, match="lies in the input folder"):
         prepare([tmp_path], tmp_path / "c", tokenizer=model)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "d.parts" / "mine").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"d\.parts is needed"):
+        prepare([path], tmp_path / "d", tokenizer=model)
     with pytest.raises(UserError, match="folder is a folder"):
         prepare([path], tmp_path / "folder", tokenizer=model)
     assert json.loads(path.read_text())["text"] == "one"

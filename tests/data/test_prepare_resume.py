@@ -101,8 +101,8 @@ def test_stale_and_damaged_parts(tmp_path: Path, hf_tokenizer: Tokenizer, capsys
     bad = write_jsonl(tmp_path / "bad.jsonl", ["fine"] * 10)
     bad.write_text(bad.read_text() + "not json\n")
 
-    def run(name: str, **settings: str) -> None:
-        prepare([good, bad], tmp_path / name, tokenizer=hf_tokenizer.path, workers=1, unit_bytes=UNIT_BYTES, **settings)
+    def run(name: str) -> None:
+        prepare([good, bad], tmp_path / name, tokenizer=hf_tokenizer.path, workers=1, unit_bytes=UNIT_BYTES)
 
     with pytest.raises(UserError, match=r"(?s)bad\.jsonl line 11: not JSON.*c\.parts keeps the finished units"):
         run("c")

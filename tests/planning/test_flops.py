@@ -1,12 +1,13 @@
 """FLOPs against the DepthBench paper's figures, and against the operations that the naive models really run."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import residual_of
 from depthbench.errors import UserError
 from depthbench.planning import flops
 from tests.reference import Shape, random_weights, reference_logits
@@ -56,10 +57,13 @@ def test_residual_path_of_the_deepest_model(residual: str, printed: str) -> None
     assert f"{(flops.prefill_paper(run_of('400m_L70', residual), PAPER_TOKENS) - plain) / 1e12:.3f}" == printed
 
 
-def test_block_attnres_as_built_has_one_source_fewer_at_seven_boundaries() -> None:
-    run, tokens = run_of("400m_L24", "block_attnres"), 64
-    cost = residual_of(run).flops_per_token()
-    assert (cost.paper - cost.exact) * tokens == 28 * tokens * 1024
+def test_block_attnres_as_built_reads_what_there_is() -> None:
+    """1 + ceil(k / b) sources at sublayer k: 28 D fewer a token than the paper's formula counts."""
+    run, plain, tokens = run_of("400m_L24", "block_attnres"), run_of("400m_L24"), 64
+    sources = sum(1 - (-k // 6) for k in range(1, 49))
+    as_built = flops.forward_exact(run, tokens) - flops.forward_exact(plain, tokens)
+    assert as_built == 4 * tokens * 1024 * sources
+    assert flops.prefill_paper(run, tokens) - flops.prefill_paper(plain, tokens) == as_built + 28 * tokens * 1024
 
 
 def counted_flops(run: RunConfig, tokens: int) -> int:
@@ -114,6 +118,6 @@ def test_training_is_three_forwards_at_the_models_length() -> None:
 
 
 @pytest.mark.parametrize("count", [flops.prefill_paper, flops.forward_exact])
-def test_no_tokens_are_refused(count) -> None:
+def test_no_tokens_are_refused(count: Callable[[RunConfig, int], float]) -> None:
     with pytest.raises(UserError, match="sequence of 0 tokens: give at least 1"):
         count(small("pre_ln"), 0)

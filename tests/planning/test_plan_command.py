@@ -44,8 +44,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tokens_default_to_the_models_sequence_length(capsys: pytest.CaptureFixture[str]) -> None:
-    plan("quickstart", "--json")
-    assert json.loads(capsys.readouterr().out)["flops"]["tokens"] == 128
+    plan("depthbench_400m", "model.sequence_length=512", "--json")
+    assert json.loads(capsys.readouterr().out)["flops"]["tokens"] == 512
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,10 +56,10 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(UserError, match=r"num_blocks=13 must lie in 1\.\.12"):
-        plan("quickstart", "residual.num_blocks=13")
+    with pytest.raises(UserError, match=r"num_blocks=49 must lie in 1\.\.48"):
+        plan("depthbench_400m", "residual=block_attnres", "residual.num_blocks=49")
     with pytest.raises(UserError, match="sequence of 0 tokens: give at least 1"):
-        plan("quickstart", "--tokens", "0")
+        plan("depthbench_400m", "--tokens", "0")
 
 
 def test_megatron_is_not_imported() -> None:
@@ -68,7 +68,7 @@ import argparse, sys
 from depthbench.planning.command import add_arguments, run
 parser = argparse.ArgumentParser()
 add_arguments(parser)
-run(parser.parse_args(["quickstart"]))
+run(parser.parse_args(["depthbench_400m"]))
 loaded = [name for name in sys.modules if name.startswith("megatron")]
 assert not loaded, loaded
 """
