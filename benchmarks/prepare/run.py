@@ -11,6 +11,8 @@ import json
 import multiprocessing
 import os
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,20 +52,26 @@ def make_corpus(packages: Path, path: Path, megabytes: int) -> None:
             written += out.write(json.dumps({"text": text}) + "\n")
 
 
-def baseline(corpus: Path, tokenizer: Path, workers: int) -> float:
-    """Return the characters/s of ``workers`` concurrent processes that do nothing but encode batches on one thread."""
+def baseline(corpus: Path, tokenizer: Path, workers: int) -> tuple[float, float]:
+    """Run ``workers`` concurrent processes that do nothing but encode batches on one thread.
+
+    Returns:
+        their characters/s, summed, and their characters per second of CPU time.
+    """
     context = multiprocessing.get_context("spawn")
     barrier, rates = context.Barrier(workers), context.Queue()
     processes = [context.Process(target=_encode, args=(corpus, tokenizer, barrier, rates)) for _ in range(workers)]
     for process in processes:
         process.start()
-    total = sum(float(rates.get()) for _ in processes)
+    wall, cpu = zip(*(rates.get() for _ in processes), strict=True)
     for process in processes:
         process.join()
-    return total
+    return sum(wall), sum(cpu) / workers
 
 
-def _encode(corpus: Path, tokenizer_path: Path, barrier: Barrier, rates: "multiprocessing.Queue[float]") -> None:
+def _encode(
+    corpus: Path, tokenizer_path: Path, barrier: Barrier, rates: "multiprocessing.Queue[tuple[float, float]]"
+) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
@@ -81,10 +89,10 @@ def _encode(corpus: Path, tokenizer_path: Path, barrier: Barrier, rates: "multip
             if total > _BASELINE_CHARACTERS:
                 break
     barrier.wait()
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), time.process_time()
     for batch in batches:
         tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-    rates.put(total / (time.monotonic() - start))
+    rates.put((total / (time.monotonic() - start), total / (time.process_time() - cpu_start)))
 
 
 class MemorySampler(threading.Thread):
@@ -109,19 +117,25 @@ def _resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(_resident(int(child)) for child in children)
 
 
-def measure(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, list[tuple[float, int]]]:
-    """Run the command. Returns its wall seconds, everything included, and the memory samples."""
+def measure(corpus: Path, tokenizer: Path, output: Path, workers: int) -> tuple[float, float, list[tuple[float, int]]]:
+    """Run the command. Returns its wall and CPU seconds, everything included, and the memory samples."""
+    shutil.rmtree(f"{output}.parts", ignore_errors=True)  # of an interrupted benchmark: nothing to be resumed
     script = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
     command = [sys.executable, str(script), "--input", str(corpus), "--output", str(output), "--force"]
     command += ["--tokenizer", str(tokenizer), "--workers", str(workers)]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[1]), "PYTHONWARNINGS": "ignore"}
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), _children_cpu()
     process = subprocess.Popen(command, env=environment)
     sampler = MemorySampler(process.pid)
     sampler.start()
     if process.wait() != 0:
         raise SystemExit("prepare failed")
-    return time.monotonic() - start, sampler.samples
+    return time.monotonic() - start, _children_cpu() - cpu_start, sampler.samples
+
+
+def _children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
@@ -138,9 +152,9 @@ def main() -> None:
     if not corpus.exists():
         make_corpus(packages, corpus, args.megabytes)
     # Before and after: the clock of a shared machine drifts over minutes.
-    before = baseline(corpus, tokenizer, args.workers)
-    seconds, samples = measure(corpus, tokenizer, args.scratch / "out", args.workers)
-    after = baseline(corpus, tokenizer, args.workers)
+    before, cpu_before = baseline(corpus, tokenizer, args.workers)
+    seconds, cpu_seconds, samples = measure(corpus, tokenizer, args.scratch / "out", args.workers)
+    after, cpu_after = baseline(corpus, tokenizer, args.workers)
     sidecar = json.loads((args.scratch / "out.json").read_text())
     rate = sidecar["characters"] / seconds
     bare = (before + after) / 2
@@ -157,7 +171,12 @@ def main() -> None:
         f"prepare, whole command: {seconds:.1f} s, {rate / 1e6:.3f} M characters/s, "
         f"{sidecar['tokens'] / seconds:.0f} tokens/s"
     )
-    print(f"ratio: {rate / bare:.3f}")
+    print(f"ratio by the wall clock: {rate / bare:.3f}")
+    cpu_rate, cpu_bare = sidecar["characters"] / cpu_seconds, (cpu_before + cpu_after) / 2
+    print(
+        f"ratio by CPU time: {cpu_rate / cpu_bare:.3f} ({cpu_rate / 1e6:.3f} M characters per CPU second, start-up and "
+        f"assembly included; bare {cpu_before / 1e6:.3f} before, {cpu_after / 1e6:.3f} after)"
+    )
     print(
         f"peak resident memory of parent and workers: {tenth / 1e6:.0f} MB in the first 10 % of the run, "
         f"{ninth / 1e6:.0f} MB in the first 90 %; ratio {ninth / tenth:.3f}"

@@ -1,7 +1,8 @@
 """A run's checkpoint folder on disk: which checkpoints are complete, whole and worth keeping. No process group needed.
 
-`step_00000120/` is a published checkpoint; it was `.saving-step_00000120/` while it was written, and its `manifest.json`
-was written last. So whatever has another name, or no manifest, is a remnant of a save that did not finish.
+`step_00000120/` is a published checkpoint; it was `.saving-step_00000120/` while it was written, and its
+`manifest.json` was written last. So whatever has another name, or no manifest, is a remnant of a save that did not
+finish.
 """
 
 import json

@@ -96,7 +96,8 @@ def check_keys(stored: dict[str, tuple[int, ...]], wanted: Sequence[ShardedTenso
     unexpected = sorted(stored.keys() - needed.keys())
     if missing or unexpected:
         raise UserError(
-            f"checkpoint {where} does not belong to this model: missing {_some(missing)}; unexpected {_some(unexpected)}"
+            f"checkpoint {where} does not belong to this model: missing {_some(missing)}; "
+            f"unexpected {_some(unexpected)}"
         )
     for key, shape in sorted(needed.items()):
         if stored[key] != shape:

@@ -103,7 +103,8 @@ def model_tensors(stage: DecoderStage) -> list[ShardedTensor]:
 
 
 class _Owned(NamedTuple):
-    """What this rank's optimizer keeps of a parameter: main weights (maybe the parameter itself) from element `start`."""
+    """What this rank's optimizer keeps of a parameter: main weights (maybe the parameter itself), from element `start`
+    on."""
 
     main: nn.Parameter
     start: int

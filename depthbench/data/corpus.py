@@ -1,8 +1,8 @@
 """Prepared corpora as Megatron-Core datasets whose order never depends on how long, or how wide, a run is.
 
 Megatron's `GPTDataset` shuffles all the epochs it is asked for together, so its order changes with `train.steps`. Here
-each epoch is a one-epoch `GPTDataset` with a seed of its own, and sample j of a corpus is sample j mod n of epoch j // n:
-every entry of an epoch's sample index is used exactly once, and a longer run continues the same order.
+each epoch is a one-epoch `GPTDataset` with a seed of its own, and sample j of a corpus is sample j mod n of epoch
+j // n: every entry of an epoch's sample index is used exactly once, and a longer run continues the same order.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class WindowSettings:
 
 
 class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
-    """Endless windows of `sequence_length` + 1 tokens over some documents of a corpus, one shuffled epoch after another.
+    """Endless windows of `sequence_length` + 1 tokens over documents of a corpus, one shuffled epoch after another.
 
     Each item: `tokens` and `labels` [S] int64, `loss_mask` [S] float32. The last, incomplete window of an epoch is
     dropped. `index_split` and `unique_identifiers` are what Megatron's `BlendedDataset` reads.
@@ -63,8 +63,8 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
         self.samples_per_epoch = (tokens - 1) // settings.sequence_length
         if self.samples_per_epoch < 1:
             raise UserError(
-                f"the {split.name} split of {prefix} has {tokens} tokens in {len(documents)} documents, too few for one "
-                f"window of model.sequence_length={settings.sequence_length} + 1; give it more documents"
+                f"the {split.name} split of {prefix} has {tokens} tokens in {len(documents)} documents, too few for "
+                f"one window of model.sequence_length={settings.sequence_length} + 1; give it more documents"
             )
         self._epochs: dict[int, GPTDataset] = {}
 
@@ -90,7 +90,7 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
             blend=([self.prefix], None),
             split="1",
             path_to_cache=str(cache),
-            tokenizer=IndexIdentity(settings.vocab_size, settings.eod),  # type: ignore[arg-type]
+            tokenizer=IndexIdentity(settings.vocab_size, settings.eod),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -173,10 +173,10 @@ def blend(parts: list[EpochedCorpus], weights: list[float], samples: int) -> Dat
         blend=([part.prefix for part in parts], list(weights)),
         split="1",
         path_to_cache=None,  # kept in memory: making it takes a second, and only rank 0 could write it
-        tokenizer=IndexIdentity(parts[0].settings.vocab_size, parts[0].settings.eod),  # type: ignore[arg-type]
+        tokenizer=IndexIdentity(parts[0].settings.vocab_size, parts[0].settings.eod),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    return BlendedDataset(parts, list(weights), samples, config)  # type: ignore[arg-type]
+    return BlendedDataset(parts, list(weights), samples, config)

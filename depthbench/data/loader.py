@@ -43,7 +43,7 @@ def batches(dataset: Dataset[Batch], order: SampleOrder, workers: int) -> Iterat
     return iter(
         DataLoader(
             dataset,
-            batch_sampler=order,  # type: ignore[arg-type]
+            batch_sampler=order,
             num_workers=workers,
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),

@@ -88,9 +88,7 @@ class WeightsAndBiases:
 class MetricsLog:
     """All sinks that the run asks for. Made on one rank only."""
 
-    def __init__(
-        self, config: LogConfig, name: str, folder: Path, resumed_at: int, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: LogConfig, name: str, folder: Path, resumed_at: int, settings: dict[str, Any]) -> None:
         self.sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", resumed_at)]
         if config.tensorboard:
             self.sinks.append(TensorBoard(folder / "tensorboard", resumed_at))

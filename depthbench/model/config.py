@@ -61,7 +61,9 @@ class ModelConfig:
                 "set model.head_dim"
             )
         if heads % self.kv_heads:
-            raise UserError(f"model.num_attention_heads={heads} is not a multiple of model.num_kv_heads={self.kv_heads}")
+            raise UserError(
+                f"model.num_attention_heads={heads} is not a multiple of model.num_kv_heads={self.kv_heads}"
+            )
         if self.head_size % 2:
             raise UserError(f"the head dimension is {self.head_size}, but RoPE rotates pairs: it must be even")
 

@@ -18,9 +18,7 @@ from depthbench.parallel.context import ParallelContext
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_SBW: Tensor, labels_SB: Tensor, vocab_size: int, context: ParallelContext
-    ) -> Tensor:
+    def forward(ctx: Any, logits_SBW: Tensor, labels_SB: Tensor, vocab_size: int, context: ParallelContext) -> Tensor:
         rows = logits_SBW.shape[-1]
         start = context.tp_rank * rows
         wide = logits_SBW.to(torch.promote_types(logits_SBW.dtype, torch.float32), copy=True)

@@ -7,7 +7,6 @@ Shapes: S sequence (this rank's share under sequence parallelism), B microbatch,
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from megatron.core.enums import ModelType
 from torch import Tensor, nn
 

@@ -20,9 +20,8 @@ def architecture(name: str) -> type[Residual]:
     """
     if name not in Residual.registry:
         nearest = difflib.get_close_matches(name, Residual.registry, 1, cutoff=0.0)[0]
-        raise ValueError(
-            f"no residual architecture {name!r}; nearest is {nearest!r}; there are {', '.join(sorted(Residual.registry))}"
-        )
+        known = ", ".join(sorted(Residual.registry))
+        raise ValueError(f"no residual architecture {name!r}; nearest is {nearest!r}; there are {known}")
     return Residual.registry[name]
 
 

@@ -107,7 +107,9 @@ class BlockAttnRes(Residual, name="block_attnres"):
     def state_at(self, sublayer: int) -> StateSpec:
         width = (self.shape.hidden_size,)
         live = (TensorSpec("sum", width),) if sublayer % self.block_length else ()
-        return StateSpec(live, tuple(TensorSpec(f"source.{n}", width) for n in range(sublayer // self.block_length + 1)))
+        return StateSpec(
+            live, tuple(TensorSpec(f"source.{n}", width) for n in range(sublayer // self.block_length + 1))
+        )
 
     def num_parameters(self) -> int:
         total, width = self.shape.num_sublayers, self.shape.hidden_size

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,9 +77,7 @@ class Trainer:
         self.guard = SpikeGuard(run.train, norms)
         self.signals = StopSignals()
         self.console = ConsoleLog(ready.last_step, self.step) if self.leads else None
-        self.metrics = (
-            MetricsLog(run.log, run.name, ready.folder, self.step, plain(run)) if self.leads else None
-        )
+        self.metrics = MetricsLog(run.log, run.name, ready.folder, self.step, plain(run)) if self.leads else None
         self.writer = CheckpointWriter(checkpoints_of(ready.folder), run.checkpoint, self.say)
         self.flops = train_per_token(run)
         self.peak = peak_flops(run.log.peak_tflops)
@@ -250,5 +247,3 @@ class Trainer:
 
 def _finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")
-
-

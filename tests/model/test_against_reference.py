@@ -16,10 +16,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("pre_ln", {}, {}, {}),
     ("pre_ln", {"norm_eps": 1e-3}, {"eps": 1e-3}, {"tie_embeddings": True, "rope_theta": 500.0}),
     ("pre_ln", {}, {}, {"num_kv_heads": 4, "head_dim": 10}),
-    *[
-        ("block_attnres", {"sublayers_per_block": b}, {"sublayers_per_block": b}, {})
-        for b in (1, 2, 3, 4, 5, 8)
-    ],
+    *[("block_attnres", {"sublayers_per_block": b}, {"sublayers_per_block": b}, {}) for b in (1, 2, 3, 4, 5, 8)],
     ("block_attnres", {"num_blocks": 3}, {"sublayers_per_block": 3}, {"hidden_size": 36, "head_dim": 8}),
     (
         "block_attnres",

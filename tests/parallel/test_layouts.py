@@ -109,7 +109,7 @@ def five_updates(rank: int, world_size: int, store: str, run: RunConfig) -> tupl
     return losses, norms, pieces(stage, "data")
 
 
-TRAINING = {
+TRAINING: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp": (2, {"tensor": 2, "sequence": True}),
     "dp2_sharded": (2, {"distributed_optimizer": True}),
     "dp2_sharded_overlap": (
