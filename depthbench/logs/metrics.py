@@ -28,7 +28,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_at: int) -> None:
         if path.is_file():
             _keep_until(path, resumed_at)
-        self.file = open(path, "a", buffering=1)
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")

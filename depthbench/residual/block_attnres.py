@@ -6,7 +6,7 @@ sublayers; within a block the running sum is one more source. There is no runnin
     z_k = depth_attention(sources, query_k, gain_k)       read:  norm(z_k)       write:  sum <- sum + F(norm(z_k))
 
 Sublayer 0 reads the embedding itself and has no query. The output is one more read over all sources, then the final
-norm. With zero queries (their initial value) the model equals Pre-LN up to eps. Blocks of one sublayer are Full AttnRes.
+norm. With zero queries (their initial value) the model equals Pre-LN up to eps. One-sublayer blocks are Full AttnRes.
 
 Source: arXiv 2603.15031 Eq. 2-6; DepthBench `attnres`. State: live `sum` [S, B, D] inside a block, history `source.n`.
 """

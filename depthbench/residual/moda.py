@@ -5,8 +5,8 @@ and, at the same token, over the keys that every earlier sublayer left behind:
 
     softmax(q_t [K_{s<=t} ; D_{slot<2i, t}] / sqrt(head_dim)) [V ; DV]
 
-Attention of block i leaves its own keys (before RoPE) and values in slot 2i; its MLP leaves two extra projections of its
-normalised input in slot 2i + 1 (not in the last block, whose slots nobody reads).
+Attention of block i leaves its own keys (before RoPE) and values in slot 2i; its MLP leaves two extra projections of
+its normalised input in slot 2i + 1 (not in the last block, whose slots nobody reads).
 
 Source: arXiv 2603.15619; DepthBench `moda`. State: live h [S, B, D], history `key.slot` and `value.slot`
 [S, B, H_kv, K], which tensor-parallel ranks share by key/value head.

@@ -100,14 +100,12 @@ class Trainer:
             self.consumed += run.train.global_batch
             self._report(values, time.perf_counter() - began)
             stopped = self.signals.agreed()
-            if not stopped and run.train.eval_every:
-                if self.step % run.train.eval_every == 0 or self.step == last_step:
-                    stopped = self._evaluate(values)
+            if not stopped and self._due(run.train.eval_every):
+                stopped = self._evaluate(values)
             if self.metrics:
                 self.metrics.write(self.step, values)
             self.writer.poll()
-            every = run.checkpoint.every
-            if stopped or self.step == last_step or (every and self.step % every == 0):
+            if stopped or self.step == last_step or self._due(run.checkpoint.every):
                 self._save()
             if stopped:
                 self.writer.close()
@@ -115,6 +113,10 @@ class Trainer:
         self.writer.close()
         finished = last_step == run.train.steps
         self.leave("finished" if finished else "stopped", "" if finished else f"train.stop_at={last_step}")
+
+    def _due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: never) happens now; the last step counts as one."""
+        return every > 0 and (self.step % every == 0 or self.step == self.ready.last_step)
 
     def _update(self, microbatches: list[Any]) -> dict[str, float]:
         """One step's passes and update; NonFiniteError before anything has changed."""
