@@ -10,5 +10,6 @@ torch.set_num_threads(1)
 
 from depthbench.parallel import cpu_stand_in  # noqa: E402
 from depthbench.training import trainer  # noqa: E402, F401
+from tests.corpora import corpus  # noqa: E402, F401
 
 cpu_stand_in.install()

@@ -50,7 +50,7 @@ def test_the_script_tells_a_wrong_input_without_a_traceback(tmp_path: Path, hf_t
     script = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "preprocess_data.py")]
     arguments = ["--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/c", "--tokenizer", str(hf_tokenizer.path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*script, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*script, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "a.jsonl line 1: not JSON" in done.stderr
     assert "Traceback" not in done.stderr

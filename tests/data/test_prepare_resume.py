@@ -33,7 +33,7 @@ def start(corpus: Path, output: Path, tokenizer: Tokenizer) -> subprocess.Popen[
     return subprocess.Popen([*command, str(UNIT_BYTES)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -88,7 +88,7 @@ def test_a_killed_worker_is_reported_with_its_unit(corpus: Path, tmp_path: Path,
     # The first child is multiprocessing's resource tracker.
     victim = next(p for p in children(process.pid) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes())
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "a worker died (exit code -9) on" in errors
     assert "a.jsonl (bytes" in errors
