@@ -100,10 +100,14 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
 
     @cached_property
     def _cache(self) -> Path:
-        """Megatron's cache key knows the corpus by its path; the folder adds which documents, and how long they are."""
-        lengths = self.indexed.sequence_lengths[self.documents]
-        digest = hashlib.sha256(self.documents[:1].tobytes() + np.ascontiguousarray(lengths).tobytes())
-        return self.settings.index_cache / digest.hexdigest()[:16]
+        """A folder for exactly these windows. Megatron's own cache key is left to itself: it knows the corpus by its path,
+        whatever documents are there, and an epoch's marker below has to mean this split with these settings."""
+        settings = self.settings
+        numbers = (settings.sequence_length, settings.vocab_size, settings.eod, settings.seed)
+        lengths = np.ascontiguousarray(self.indexed.sequence_lengths[self.documents])
+        digest = hashlib.sha256(repr((self.prefix, self.index_split.name, *numbers)).encode())
+        digest.update(self.documents.tobytes() + lengths.tobytes())
+        return settings.index_cache / digest.hexdigest()[:16]
 
     def build_index(self, samples: int) -> None:
         """Make the sample indices of the first `samples` samples, if they are not in the cache.
