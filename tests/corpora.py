@@ -1,4 +1,4 @@
-"""Corpora that tests train on: real English, prepared by the product, and small ones whose tokens say where they stand."""
+"""Corpora that tests train on: real English that the product prepared, and small ones whose tokens count."""
 
 import json
 from dataclasses import dataclass

@@ -1,10 +1,13 @@
 """Real processes over gloo, forked from a parent that has imported everything and started no threads."""
 
+import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-WORKER_SECONDS = 180
+WORKER_SECONDS = 90
 
 
 def _worker(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.setpgrp()  # so that whatever a worker leaves behind can be killed with it
     faulthandler.enable()
     faulthandler.dump_traceback_later(WORKER_SECONDS, exit=True)  # a hang shows where it hangs
     torch.set_num_threads(1)
@@ -55,10 +59,10 @@ def join_world(rank: int, world_size: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
 
 
-def run_workers(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(rank, world_size, store, *args)` in `world_size` processes; their results by rank.
+def start_workers(world_size: int, function: Callable[..., Any], *args: Any) -> tuple[list[int | None], str, list[Any]]:
+    """Run `function(rank, world_size, store, *args)` in `world_size` processes to their ends.
 
-    Raises AssertionError with the first failing worker's traceback.
+    Returns their exit codes, the failing ones' tracebacks and the results of those that returned.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("fork")
@@ -68,10 +72,25 @@ def run_workers(world_size: int, function: Callable[..., Any], *args: Any) -> li
         ]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + WORKER_SECONDS + 30
+        # is_alive asks the kernel; join alone would also wait for children that a killed worker left behind
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            processes[0].join(0.05)
         for process in processes:
-            process.join(WORKER_SECONDS + 30)
-        errors = [Path(f"{folder}/{rank}.error") for rank in range(world_size)]
-        messages = [f"rank {i}:\n{e.read_text()}" for i, e in enumerate(errors) if e.is_file()]
-        codes = [process.exitcode for process in processes]
-        assert not messages and not any(codes), f"exit codes {codes}\n" + "\n".join(messages)
-        return [pickle.loads(Path(f"{folder}/{rank}.result").read_bytes()) for rank in range(world_size)]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        errors = {rank: Path(f"{folder}/{rank}.error") for rank in range(world_size)}
+        messages = [f"rank {rank}:\n{error.read_text()}" for rank, error in errors.items() if error.is_file()]
+        found = [Path(f"{folder}/{rank}.result") for rank in range(world_size)]
+        results = [pickle.loads(result.read_bytes()) for result in found if result.is_file()]
+        return [process.exitcode for process in processes], "\n".join(messages), results
+
+
+def run_workers(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `start_workers`, where all must succeed: their results by rank.
+
+    Raises AssertionError with the failing workers' tracebacks.
+    """
+    codes, messages, results = start_workers(world_size, function, *args)
+    assert not messages and not any(codes), f"exit codes {codes}\n{messages}"
+    return results

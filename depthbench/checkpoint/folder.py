@@ -1,6 +1,6 @@
 """A run's checkpoint folder on disk: which checkpoints are complete, whole and worth keeping. No process group needed.
 
-`step_00000120/` is a published checkpoint; it was `.saving-step_00000120/` while it was written, and its
+`step_00000120/` is a published checkpoint; it was `.saving-step_00000120-NONCE/` while it was written, and its
 `manifest.json` was written last. So whatever has another name, or no manifest, is a remnant of a save that did not
 finish.
 """
@@ -29,11 +29,22 @@ class Published:
     step: int
 
     def manifest(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+        try:
+            content: dict[str, Any] = json.loads((self.path / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise self._broken(f"{MANIFEST} cannot be read ({error})") from error
         return content
 
     def _metadata(self) -> Metadata:
-        return FileSystemReader(self.path).read_metadata()
+        try:
+            return FileSystemReader(self.path).read_metadata()
+        except Exception as error:  # a pickle that is cut short fails in many ways
+            raise self._broken(f".metadata cannot be read ({error})") from error
+
+    def _broken(self, what: str) -> UserError:
+        return UserError(
+            f"checkpoint {self.path}: {what}. Restore it, or move this folder away to resume from an older checkpoint"
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of every stored tensor, by key."""
@@ -50,10 +61,7 @@ class Published:
             found = file.stat().st_size if file.is_file() else None
             if found is None or found < size:
                 state = "is missing" if found is None else f"has {found} bytes where {size} were written"
-                raise UserError(
-                    f"checkpoint {self.path}: {name} {state}. Restore it, or move this folder away to resume from an "
-                    "older checkpoint"
-                )
+                raise self._broken(f"{name} {state}")
 
 
 def folder_name(step: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ class CheckpointWriter:
         name = folder.folder_name(step)
         if (self.root / name / folder.MANIFEST).is_file():
             return  # resumed here and stopped again before another step
-        writing = self.root / f".saving-{name}"
+        # a name of its own: the forked writer of a killed run may still be at work on the same step
+        nonce = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(nonce)
+        writing = self.root / f".saving-{name}-{nonce[0]}"
         if dist.get_rank() == 0:
-            writing.mkdir(exist_ok=True)
+            writing.mkdir()
         dist.barrier()
 
         def publish() -> None:

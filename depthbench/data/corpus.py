@@ -100,8 +100,8 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
 
     @cached_property
     def _cache(self) -> Path:
-        """A folder for exactly these windows. Megatron's own cache key is left to itself: it knows the corpus by its path,
-        whatever documents are there, and an epoch's marker below has to mean this split with these settings."""
+        """A folder for exactly these windows: Megatron's own cache key knows the corpus by its path, whatever documents
+        are there now, and an epoch's marker (see `build_index`) has to mean this split with these settings."""
         settings = self.settings
         numbers = (settings.sequence_length, settings.vocab_size, settings.eod, settings.seed)
         lengths = np.ascontiguousarray(self.indexed.sequence_lengths[self.documents])
@@ -132,9 +132,15 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
 def documents_of(prefix: str, valid_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Document numbers of the training and the validation part: the last `valid_fraction` of them are kept out.
 
-    Raises UserError where a part would be empty.
+    Raises UserError where a part would be empty, or documents are stored in pieces.
     """
-    count = len(IndexedDataset(prefix, multimodal=False, mmap=True).document_indices) - 1
+    indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
+    count = len(indexed.document_indices) - 1
+    if count != len(indexed):
+        raise UserError(
+            f"{prefix} has {count} documents in {len(indexed)} sequences (Megatron's --split-sentences?), which would "
+            "be shuffled apart: prepare it with one sequence a document"
+        )
     valid = round(count * valid_fraction)
     if count - valid < 1 or (valid_fraction and valid < 1):
         raise UserError(

@@ -19,6 +19,8 @@ from depthbench.errors import UserError
 class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def flush(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -32,6 +34,9 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def flush(self) -> None:
+        pass  # each line is in the file at once
 
     def close(self) -> None:
         self.file.close()
@@ -47,7 +52,7 @@ def _keep_until(path: Path, step: int) -> None:
                     break
             except ValueError:
                 break
-            new.write(line)
+            new.write(line if line.endswith("\n") else line + "\n")
     os.replace(shorter, path)
 
 
@@ -55,11 +60,14 @@ class TensorBoard:
     """Event files in `tensorboard/`; events past `resumed_at` are marked as purged."""
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
-        self.writer = SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        self.writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+
+    def flush(self) -> None:
+        self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -81,6 +89,9 @@ class WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
 
+    def flush(self) -> None:
+        pass  # a process of its own sends it
+
     def close(self) -> None:
         self.run.finish()
 
@@ -98,6 +109,11 @@ class MetricsLog:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self.sinks:
             sink.write(step, values)
+
+    def flush(self) -> None:
+        """Before a checkpoint: what a resume from it will not write again has to be in the files."""
+        for sink in self.sinks:
+            sink.flush()
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -6,8 +6,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey
+from torch.nn.utils import clip_grads_with_norm_
 
 from depthbench.config.schema import OptimizerConfig, Precision, RunConfig
 from depthbench.model.stage import DecoderStage
@@ -70,7 +70,9 @@ class Optimizer:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         if self.config.clip_norm > 0:
-            clip_grad_by_total_norm_fp32(self.inner.get_parameters(), self.config.clip_norm, grad_norm)
+            # torch's, since Megatron-Core's clips float32 gradients alone
+            total = torch.tensor(grad_norm, device=torch.cuda.current_device())
+            clip_grads_with_norm_(self.inner.get_parameters(), self.config.clip_norm, total)
         self.chained.step_with_ready_grads()
 
     def weights_are_current(self) -> None:

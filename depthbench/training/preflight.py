@@ -14,6 +14,7 @@ import numpy as np
 from megatron.core.datasets.utils import Split
 
 from depthbench.checkpoint.folder import Published, latest
+from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import check_run
 from depthbench.data.corpus import EpochedCorpus, WindowSettings, corpora, samples_from_each
@@ -114,19 +115,24 @@ def _identity(run: RunConfig, train: list[EpochedCorpus], weights: list[float]) 
 def _check_resume(checkpoint: Published, run: RunConfig, identity: dict[str, Any]) -> None:
     manifest = checkpoint.manifest()
     checkpoint.check_files()
-    stored = {"residual.architecture": manifest["architecture"], **manifest["data"]}
-    wanted = {"residual.architecture": run.architecture, **identity}
+    now = plain(run)
+    stored = {
+        "residual.architecture": manifest["architecture"],
+        **manifest["data"],
+        "train.precision": manifest["precision"],
+    }
+    wanted = {"residual.architecture": run.architecture, **identity, "train.precision": run.train.precision.value}
+    for section in ("residual", "model"):  # tensors' shapes do not show a block length, RoPE's base or a norm's eps
+        before = manifest["settings"][section]
+        for name, value in now[section].items():
+            if name in before:  # a field that the version before did not have is no difference
+                stored[f"{section}.{name}"], wanted[f"{section}.{name}"] = before[name], value
     for key, value in wanted.items():
         if stored.get(key) != value:
             raise UserError(
                 f"cannot resume from {checkpoint.path}: it was written with {key} = {stored.get(key)}, the run has "
                 f"{value}. Restore that, or start another run with run_dir=FOLDER"
             )
-    if manifest["precision"] != run.train.precision.value:
-        raise UserError(
-            f"cannot resume from {checkpoint.path}: it holds train.precision={manifest['precision']}, the run has "
-            f"{run.train.precision.value}"
-        )
 
 
 def _build_indices(
@@ -134,10 +140,16 @@ def _build_indices(
 ) -> None:
     done = at.manifest() if at else {"consumed_samples": 0, "step": 0}
     samples = done["consumed_samples"] + (run.train.steps - done["step"]) * run.train.global_batch
-    for corpus, share in zip(train, samples_from_each(weights, samples), strict=True):
-        corpus.build_index(share)
-    for corpus in valid:
-        corpus.build_index(1)
+    try:
+        for corpus, share in zip(train, samples_from_each(weights, samples), strict=True):
+            corpus.build_index(share)
+        for corpus in valid:
+            corpus.build_index(1)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the sample-index cache {train[0].settings.index_cache}: {error.strerror}; "
+            "set data.index_cache=FOLDER"
+        ) from error
 
 
 def is_first_of_node() -> bool:

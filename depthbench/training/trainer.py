@@ -115,8 +115,8 @@ class Trainer:
         self.leave("finished" if finished else "stopped", "" if finished else f"train.stop_at={last_step}")
 
     def _due(self, every: int) -> bool:
-        """Whether what happens every so many steps (0: never) happens now; the last step counts as one."""
-        return every > 0 and (self.step % every == 0 or self.step == self.ready.last_step)
+        """Whether what happens every so many steps (0: never) happens now; the last of all steps counts as one."""
+        return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
 
     def _update(self, microbatches: list[Any]) -> dict[str, float]:
         """One step's passes and update; NonFiniteError before anything has changed."""
@@ -213,6 +213,8 @@ class Trainer:
         return batches(blend(self.ready.train, self.ready.weights, end), order, run.data.workers)
 
     def _save(self) -> None:
+        if self.metrics:
+            self.metrics.flush()
         self.optimizer.weights_are_current()
         manifest = {
             "format": 1,
