@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
@@ -85,7 +85,7 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
         """Epoch `epoch`; Megatron reads its sample index from `cache`, or builds it there where it may."""
         settings = self.settings
         config = GPTDatasetConfig(
-            random_seed=settings.seed + epoch,
+            random_seed=_epoch_seed(settings.seed, epoch),
             sequence_length=settings.sequence_length,
             blend=([self.prefix], None),
             split="1",
@@ -97,6 +97,18 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
             create_attention_mask=False,
         )
         return GPTDataset(self.indexed, self.prefix, self.documents, None, self.index_split, config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the documents: all their lengths, and 64 pieces of their file."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.indexed.sequence_lengths[self.documents]).tobytes())
+        path = Path(get_bin_path(self.prefix))
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            for piece in range(64):
+                file.seek(size * piece // 64)
+                digest.update(file.read(4096))
+        return digest.hexdigest()[:16]
 
     @cached_property
     def _cache(self) -> Path:
@@ -127,6 +139,11 @@ class EpochedCorpus(Dataset[dict[str, torch.Tensor]]):
                 for file in sorted(Path(private).iterdir()):
                     os.replace(file, self._cache / file.name)
             done.touch()
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    """A seed of 32 bits, as numpy wants it. Mixed, so that no epoch of one run repeats another epoch of another."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:4], "little")
 
 
 def documents_of(prefix: str, valid_fraction: float) -> tuple[np.ndarray, np.ndarray]:

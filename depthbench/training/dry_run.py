@@ -1,4 +1,4 @@
-"""`depthbench train RUN --dry-run`: every check of a run, and its model built without memory, then stop."""
+"""`depthbench train RUN --dry-run`: every check that training makes before it starts, then stop."""
 
 from depthbench.config.schema import RunConfig
 from depthbench.parallel.startup import world_from_environment

@@ -20,7 +20,8 @@ class NonFiniteError(RuntimeError):
 class SpikeGuard:
     """Says which updates to skip: those whose gradient norm exceeds a multiple of the recent median.
 
-    All ranks see the same norms, so they decide alike. The norms seen belong to the checkpoint.
+    Norms of skipped steps count too, so that a lasting change of level stops being a spike. All ranks see the same
+    norms, so they decide alike. The norms seen belong to the checkpoint.
     """
 
     def __init__(self, config: TrainConfig, norms: Sequence[float] = ()) -> None:
@@ -28,12 +29,11 @@ class SpikeGuard:
         self.norms: deque[float] = deque(norms, maxlen=config.spike_window)
 
     def skips(self, grad_norm: float) -> bool:
-        """Whether to skip; a norm that is not skipped is remembered. Needs a quarter of its window first."""
+        """Whether to skip the update. Never before a quarter of the window is known."""
         known = len(self.norms) * 4 >= (self.norms.maxlen or 1)
-        if self.factor and known and grad_norm > self.factor * median(self.norms):
-            return True
+        spike = bool(self.factor) and known and grad_norm > self.factor * median(self.norms)
         self.norms.append(grad_norm)
-        return False
+        return spike
 
 
 def describe(position: int, num_layers: int) -> str:

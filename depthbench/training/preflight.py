@@ -3,14 +3,12 @@
 Every rank runs it on its own; it changes nothing but the sample-index cache, which one process a node fills.
 """
 
-import hashlib
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from megatron.core.datasets.utils import Split
 
 from depthbench.checkpoint.folder import Published, latest
@@ -98,17 +96,12 @@ def _writable(folder: Path) -> Path:
 
 
 def _identity(run: RunConfig, train: list[EpochedCorpus], weights: list[float]) -> dict[str, Any]:
-    """What the order of training samples depends on; paths do not count, contents do."""
-
-    def digest(corpus: EpochedCorpus) -> str:
-        lengths = np.ascontiguousarray(corpus.indexed.sequence_lengths[corpus.documents])
-        return hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
-
+    """What the sequence of training samples depends on; paths do not count, contents do."""
     return {
         "seed": run.seed,
         "model.sequence_length": run.model.sequence_length,
         "data.train weights": weights,
-        "data.train documents": [digest(corpus) for corpus in train],
+        "data.train documents": [corpus.fingerprint for corpus in train],
     }
 
 

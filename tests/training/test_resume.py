@@ -23,7 +23,9 @@ STEPS = 8
 EXACT = ("loss", "grad_norm", "lr", "tokens", "skipped", "eval/loss")
 
 
-def training(rank: int, world_size: int, store: str, run: RunConfig, before: Callable[[int], None] | None = None) -> int:
+def training(
+    rank: int, world_size: int, store: str, run: RunConfig, before: Callable[[int], None] | None = None
+) -> int:
     """`depthbench train`; `before` may tamper with this process first."""
     defer_world(rank, world_size, store)
     quick_checkpoints()
@@ -114,10 +116,10 @@ def signal_before_update(at_step: int, victim: int) -> Callable[[int], None]:
     def before(rank: int) -> None:
         update = Trainer._update
 
-        def signalled(self: Trainer, batches: list[Any]) -> dict[str, float]:
+        def signalled(self: Trainer, microbatches: list[Any]) -> dict[str, float]:
             if rank == victim and self.step == at_step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return update(self, batches)
+            return update(self, microbatches)
 
         Trainer._update = signalled  # type: ignore[method-assign]
 
