@@ -78,6 +78,7 @@ def start_workers(world_size: int, function: Callable[..., Any], *args: Any) -> 
             processes[0].join(0.05)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
+                assert process.pid
                 os.killpg(process.pid, signal.SIGKILL)
         errors = {rank: Path(f"{folder}/{rank}.error") for rank in range(world_size)}
         messages = [f"rank {rank}:\n{error.read_text()}" for rank, error in errors.items() if error.is_file()]

@@ -135,7 +135,7 @@ def signal_in_evaluation(victim: int) -> Callable[[int], None]:
                 os.kill(os.getpid(), signal.SIGUSR1)
             return evaluate(*args)
 
-        trainer_module.evaluate = signalled
+        trainer_module.evaluate = signalled  # type: ignore[assignment]
 
     return before
 
