@@ -33,7 +33,8 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],
-        "dev": ["pytest", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML"],
+        "plots": ["matplotlib"],
+        "dev": ["pytest", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML", "transformers", "matplotlib"],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},
 )

@@ -16,7 +16,7 @@ from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import check_run
 from depthbench.data.corpus import EpochedCorpus, WindowSettings, corpora, samples_from_each
-from depthbench.data.indexed import check_prefix
+from depthbench.data.indexed import check_prefix, read_sidecar
 from depthbench.data.tokenizers import Tokenizer, load_tokenizer
 from depthbench.errors import UserError
 
@@ -32,6 +32,7 @@ class Preflight:
     resume: Published | None
     data_identity: dict[str, Any]
     last_step: int
+    unigram_entropy: float | None  # of the validation tokens, in nats; None where nobody counted them
 
     @property
     def finished(self) -> bool:
@@ -72,7 +73,7 @@ def preflight(run: RunConfig, world_size: int, build_indices: bool) -> Preflight
     if build_indices:
         _build_indices(run, train, weights, valid, resume)
     last_step = min(run.train.steps, run.train.stop_at or run.train.steps)
-    return Preflight(folder, train, weights, valid, resume, identity, last_step)
+    return Preflight(folder, train, weights, valid, resume, identity, last_step, _unigram_entropy(run))
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer:
@@ -83,6 +84,13 @@ def _tokenizer(run: RunConfig) -> Tokenizer:
             f"model.vocab_size={run.model.vocab_size}; set model.vocab_size={tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def _unigram_entropy(run: RunConfig) -> float | None:
+    """What a model would lose that only knew how often each token occurs: the yardstick for a first loss."""
+    sources = run.data.valid or run.data.train
+    sidecar = read_sidecar(sources[0].prefix) if len(sources) == 1 else None
+    return sidecar.get("unigram_entropy_nats") if sidecar else None
 
 
 def _writable(folder: Path) -> Path:

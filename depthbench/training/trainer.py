@@ -166,7 +166,9 @@ class Trainer:
         if loss is None:
             return signals[0]
         values["eval/loss"] = loss.mean
-        self.say(f"step {self.step}: validation loss {loss.mean:.4f} over {loss.tokens:,} tokens")
+        known = self.ready.unigram_entropy
+        yardstick = f" (token frequencies alone: {known:.4f})" if known else ""
+        self.say(f"step {self.step}: validation loss {loss.mean:.4f} over {loss.tokens:,} tokens{yardstick}")
         return None
 
     # -- reports --------------------------------------------------------------------------------------------------
