@@ -12,5 +12,6 @@ for _message in (
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.*` is deprecated",
+    "Could not determine rank",
 ):
     warnings.filterwarnings("ignore", message=_message)

@@ -46,10 +46,14 @@ class Published:
             f"checkpoint {self.path}: {what}. Restore it, or move this folder away to resume from an older checkpoint"
         )
 
+    def stored_tensors(self) -> dict[str, TensorStorageMetadata]:
+        """What the checkpoint says of every stored tensor, by key."""
+        stored = self._metadata().state_dict_metadata
+        return {key: m for key, m in stored.items() if isinstance(m, TensorStorageMetadata)}
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shape of every stored tensor, by key."""
-        stored = self._metadata().state_dict_metadata
-        return {key: tuple(m.size) for key, m in stored.items() if isinstance(m, TensorStorageMetadata)}
+        return {key: tuple(m.size) for key, m in self.stored_tensors().items()}
 
     def check_files(self) -> None:
         """Raise UserError naming the first data file that is missing or shorter than the metadata says."""
@@ -66,6 +70,20 @@ class Published:
 
 def folder_name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def find(path: Path) -> Published:
+    """The checkpoint at `path`: one's own folder, or the newest of a run's or of its `checkpoints` folder.
+
+    Raises UserError where there is none that is complete.
+    """
+    match = _NAME.fullmatch(path.resolve().name)
+    if match and (path / MANIFEST).is_file():
+        return Published(path, int(match[1]))
+    newest = latest(path / "checkpoints") or latest(path)
+    if newest is None:
+        raise UserError(f"{path} is no complete checkpoint (step_NNNNNNNN with a {MANIFEST}) and holds none")
+    return newest
 
 
 def published(root: Path) -> list[Published]:

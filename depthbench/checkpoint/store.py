@@ -4,6 +4,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from depthbench.errors import UserError
 
 from . import folder
 from .folder import Published
+
+
+# from 0.18 on, Megatron-Core's default for async saves is a package of its own that is not required here
+_OWN_WRITER: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+)
 
 
 def _as_state(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
@@ -64,7 +71,9 @@ class CheckpointWriter:
 
         asynchronous = self.config.mode is CheckpointMode.ASYNC
         self.report(f"checkpoint {name} requested")
-        request = dist_checkpointing.save(_as_state(tensors), str(writing), async_sharded_save=asynchronous)
+        request = dist_checkpointing.save(
+            _as_state(tensors), str(writing), async_sharded_save=asynchronous, **_OWN_WRITER
+        )
         if asynchronous:
             request.add_finalize_fn(publish)
             self.queue.schedule_async_request(request)
