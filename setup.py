@@ -34,7 +34,15 @@ setup(
     extras_require={
         "wandb": ["wandb"],
         "plots": ["matplotlib"],
-        "dev": ["pytest", "ruff==0.17.6", "mypy==2.4.1", "types-PyYAML", "transformers", "matplotlib"],
+        "dev": [
+            "setuptools>=70.1",
+            "pytest",
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "types-PyYAML",
+            "transformers",
+            "matplotlib",
+        ],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},
 )

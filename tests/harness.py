@@ -23,8 +23,9 @@ WORKER_SECONDS = 90
 
 def _worker(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setpgrp()  # so that whatever a worker leaves behind can be killed with it
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(WORKER_SECONDS, exit=True)  # a hang shows where it hangs
+    # not sys.stderr: under capsys it has no file descriptor
+    faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
+    faulthandler.dump_traceback_later(WORKER_SECONDS, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

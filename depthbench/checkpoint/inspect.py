@@ -37,7 +37,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """groups: `model`, `optimizer` and `other`, each sorted by name. fault: what is wrong with its files, or nothing."""
+    """groups: `model`, `optimizer`, `other`, each sorted by name. fault: what is wrong with the files, if anything."""
 
     path: Path
     step: int

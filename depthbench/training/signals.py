@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 
 
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
 class StopSignals:
-    """SIGTERM and SIGUSR1 (Slurm's warning before a time limit) ask for a checkpoint and an orderly end.
+    """SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and Ctrl-C ask for a checkpoint and an orderly end.
 
     A scheduler may signal one process or all of them, at any moment; so a rank only notes the signal, and all ranks
     agree at the same point of the loop.
@@ -16,7 +19,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int = 0
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self._previous = {number: signal.signal(number, self._note) for number in STOPPING}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number

@@ -49,15 +49,16 @@ def train(run: RunConfig) -> int:
         return 0
     context = startup.start(run)
     trainer = Trainer(run, ready, context)
+    code = 0
     try:
         trainer.loop()
-    except NonFiniteError as error:
+    except NonFiniteError as error:  # on all ranks alike
         trainer.leave("failed", str(error))
-        return 3
+        code = 3
     finally:
         trainer.close()
-        startup.stop()
-    return 0
+    startup.stop()  # not after any other error: the other ranks are still at work, and would be waited for
+    return code
 
 
 class Trainer:

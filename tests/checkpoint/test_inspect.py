@@ -1,5 +1,7 @@
 """`tools/inspect_checkpoint.py`: what it says of checkpoints that the trainer wrote, whole and broken."""
 
+import argparse
+import io
 import json
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from depthbench.checkpoint.folder import latest
-from depthbench.checkpoint.inspect import Contents, inspect, render
+from depthbench.checkpoint.inspect import Contents, inspect, render, run
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 from depthbench.planning.parameters import count_parameters
@@ -29,21 +31,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def train(corpus: Corpus, folder: Path, layout: str) -> RunConfig:
     world_size, parallel = LAYOUTS[layout]
-    settings = {"steps": 2, "precision": "bf16", "eval_every": 0}
-    run = trainable_run(corpus, folder, parallel=parallel, train=settings)
+    steps = {"steps": 2, "precision": "bf16", "eval_every": 0}
+    run = trainable_run(corpus, folder, parallel=parallel, train=steps)
     assert run_workers(world_size, training, run) == [0] * world_size
     return run
 
 
 def text(contents: Contents) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    """The rendered table without line breaks and frames."""
+    console = Console(width=200, file=io.StringIO(), record=True)
     console.print(render(contents))
-    return console.export_text()
+    return " ".join(console.export_text().split())
 
 
 def test_what_it_lists(corpus: Corpus, tmp_path: Path) -> None:
     """Every tensor once and whole, the same for every layout; the model's elements are the planned parameters."""
-    run = train(corpus, tmp_path / "one", "one")
+    settings = train(corpus, tmp_path / "one", "one")
     contents = inspect(tmp_path / "one")
     assert (contents.run, contents.step, contents.architecture) == ("tiny", 2, "block_attnres")
     assert contents.precision == "bf16"
@@ -52,7 +55,7 @@ def test_what_it_lists(corpus: Corpus, tmp_path: Path) -> None:
     listed = {t.name: (t.shape, t.dtype) for tensors in contents.groups.values() for t in tensors}
     assert listed == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
     assert [t.name for t in contents.groups["other"]] == ["random.cpu"]
-    assert contents.totals("model")["elements"] == count_parameters(run).total
+    assert contents.totals("model")["elements"] == count_parameters(settings).total
     assert contents.totals("model")["bytes"] == sum(t.nbytes for n, t in stored.items() if n.startswith("model."))
     shown = text(contents)
     assert "tiny: block_attnres, step 2, bf16" in shown
@@ -65,32 +68,34 @@ def test_what_it_lists(corpus: Corpus, tmp_path: Path) -> None:
     assert [other.groups[g] for g in ("model", "optimizer")] == [contents.groups[g] for g in ("model", "optimizer")]
 
 
-def tool(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, TOOL, *words], capture_output=True, text=True)
-
-
-def test_the_script(corpus: Corpus, tmp_path: Path) -> None:
-    """Complete: 0. A lost file: 1, and it says which. No checkpoint: 2."""
+def test_files_that_are_lost(corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Complete: exit 0. A lost file: 1, and it says which. No checkpoint: an error."""
     train(corpus, tmp_path, "one")
     checkpoint = latest(tmp_path / "checkpoints")
     assert checkpoint
-    done = tool(str(checkpoint.path), "--json")
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    words = argparse.Namespace(path=checkpoint.path, json=True)
+    capsys.readouterr()
+    assert run(words) == 0
+    said = json.loads(capsys.readouterr().out)
     assert said["complete"] and said["step"] == 2
     assert said["totals"]["optimizer"]["tensors"] == len(said["tensors"]["optimizer"])
     assert {"name": "model.readout.norm.weight", "shape": [32], "dtype": "bfloat16"} in said["tensors"]["model"]
 
     lost = next(checkpoint.path.glob("*.distcp"))
     lost.unlink()
-    broken = inspect(tmp_path / "checkpoints")
-    assert f"{lost.name} is missing" in broken.fault
-    assert f"{lost.name} is missing" in text(broken).replace("\n", " ")
-    done = tool(str(tmp_path), "--json")
-    assert done.returncode == 1
-    assert not json.loads(done.stdout)["complete"]
+    assert f"{lost.name} is missing" in text(inspect(tmp_path / "checkpoints"))
+    assert run(words) == 1
+    assert f"{lost.name} is missing" in json.loads(capsys.readouterr().out)["fault"]
 
     (checkpoint.path / "manifest.json").unlink()
     with pytest.raises(UserError, match="no complete checkpoint"):
         inspect(checkpoint.path)
-    assert tool(str(tmp_path)).returncode == 2
+
+
+def test_the_script(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"error: {tmp_path} is no complete checkpoint (step_NNNNNNNN with a manifest.json) and holds none\n"
+    )

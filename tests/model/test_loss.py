@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy against torch's own in float64, with padding rows that would win if they counted."""
+"""Vocabulary-parallel cross entropy against torch's own in float64, with padding rows that would win if counted."""
 
 import pytest
 import torch

@@ -18,9 +18,10 @@ from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import residual_of
 from depthbench.model.stage import DecoderStage, StageSpan
-from depthbench.parallel.placement import apply_declarations, num_parameters
+from depthbench.parallel.placement import apply_declarations, num_parameters, spec_of
 from depthbench.planning.parameters import count_parameters
 from depthbench.residual import Residual
+from depthbench.residual.parameters import declare
 from depthbench.residual.pre_ln import HiddenReadout, PreLNConnection
 from depthbench.residual.protocol import Connection, Cost, Read
 from depthbench.residual.state import DepthState, Placement, StateSpec, TensorSpec
@@ -50,13 +51,13 @@ def without_declarations(rank: int, world_size: int, store: str, run: RunConfig)
     apply_declarations(stage, world_size)
     said = {}
     for name, parameter in stage.named_parameters():
-        spec = parameter.spec
-        del parameter.spec
+        spec = spec_of(name, parameter)
+        delattr(parameter, "spec")
         try:
             apply_declarations(stage, world_size)
         except AssertionError as error:
             said[name] = str(error)
-        parameter.spec = spec  # type: ignore[assignment]
+        declare(parameter, spec)
     assert set(said) == {name for name, _ in stage.named_parameters()}
     return said
 
@@ -266,13 +267,20 @@ def half_residual(tmp_path: Path) -> Iterator[str]:
     del Residual.registry["half"]
 
 
-SMALL = "num_layers=3 hidden_size=24 ffn_hidden_size=40 num_attention_heads=4 vocab_size=150 sequence_length=16".split()
+SMALL = {
+    "num_layers": 3,
+    "hidden_size": 24,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 4,
+    "vocab_size": 150,
+    "sequence_length": 16,
+}
 
 
 def test_an_eleventh_architecture_is_one_class_and_one_file(
     half_residual: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"residual={half_residual}", *(f"model.{word}" for word in SMALL)]
+    words = [f"residual={half_residual}", *(f"model.{name}={value}" for name, value in SMALL.items())]
     train = {"steps": 5, "global_batch": 4, "micro_batch": 2, "precision": "fp64"}
     words += [f"train.{name}={value}" for name, value in train.items()]
     words += ["parallel.distributed_optimizer=false", "optimizer.clip_norm=0"]

@@ -126,13 +126,13 @@ def signal_before_update(at_step: int, victim: int) -> Callable[[int], None]:
     return before
 
 
-def signal_in_evaluation(victim: int) -> Callable[[int], None]:
+def signal_in_evaluation(number: int, victim: int) -> Callable[[int], None]:
     def before(rank: int) -> None:
         evaluate = trainer_module.evaluate
 
         def signalled(*args: Any) -> Any:
             if rank == victim:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), number)
             return evaluate(*args)
 
         trainer_module.evaluate = signalled  # type: ignore[assignment]
@@ -154,10 +154,13 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus: Corpus, tmp_path: Pa
     assert_same_run(resumed, whole)
 
 
-def test_a_signal_during_evaluation_does_not_wait_for_its_end(corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_during_evaluation_does_not_wait_for_its_end(
+    corpus: Corpus, tmp_path: Path, number: signal.Signals
+) -> None:
     _, run = run_of(corpus, tmp_path, "fp32", eval_sequences=64, micro_batch=1, eval_every=3)
-    assert run_workers(2, training, run, signal_in_evaluation(victim=1)) == [0, 0]
-    assert status(tmp_path) == {"state": "stopped", "step": 3, "reason": "SIGUSR1"}
+    assert run_workers(2, training, run, signal_in_evaluation(number, victim=1)) == [0, 0]
+    assert status(tmp_path) == {"state": "stopped", "step": 3, "reason": number.name}
     assert "eval/loss" not in lines(tmp_path)[-1]
     assert run_workers(2, training, run) == [0, 0]
     assert status(tmp_path)["state"] == "finished"

@@ -1,0 +1,39 @@
+"""An installed wheel finds its own configs and launch files, from anywhere."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_wheel_carries_its_files(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def python(*words: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, check=True, cwd=elsewhere, env=environment, capture_output=True, text=True
+        ).stdout
+
+    where = "import depthbench.paths as p; print(p.__file__, p.CONFIGS, p.LAUNCH)"
+    for path in python("-c", where).split():
+        assert path.startswith(str(site))
+        assert Path(path).exists()
+    plan = json.loads(python("-m", "depthbench", "plan", "depthbench_400m", "residual=full_attnres", "--json"))
+    assert plan["parameters"]["total"] == 405505024
+    shipped = {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.yaml")}
+    assert {
+        p.relative_to(site / "depthbench/configs") for p in (site / "depthbench/configs").rglob("*.yaml")
+    } == shipped
+    assert (site / "depthbench/launch/setup.sh").is_file()
