@@ -19,7 +19,6 @@ from depthbench.errors import UserError
 from . import folder
 from .folder import Published
 
-
 # from 0.18 on, Megatron-Core's default for async saves is a package of its own that is not required here
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}

@@ -6,7 +6,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
