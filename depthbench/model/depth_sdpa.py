@@ -2,7 +2,8 @@
 
 MoDA (arXiv 2603.15619). The sequence part runs through torch's flash kernel, which also returns its log-sum-exp; the
 depth part is merged by it. A flash backward computes P = exp(QK - lse) and delta = <dO, O>; given the *joint* output
-and log-sum-exp it yields exactly the joint softmax's gradients for the sequence part, so no second kernel is needed.
+and log-sum-exp it yields exactly the joint softmax's gradients for the sequence part, so no second kernel is needed. In float32 and float64 on
+CUDA, for which there is no such kernel, the same runs in plain matmuls (all scores in memory: for tests).
 
 Shapes: B microbatch, H heads, S sequence, K head dim; depth keys and values come with their KV heads repeated to H.
 """
@@ -19,8 +20,35 @@ from torch.autograd.function import once_differentiable
 aten = torch.ops.aten
 
 
+def _has_kernel(q: Tensor) -> bool:
+    """The CPU kernel takes every dtype, the CUDA one half precisions alone."""
+    return not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _plain_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    scores: Tensor = (q @ k.mT) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+    return scores.masked_fill_(future, float("-inf"))
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, scale)
+    lse = torch.logsumexp(scores, -1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (_plain_scores(q, k, scale) - lse.unsqueeze(-1)).exp()
+    dscore = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    return dscore @ k, dscore.mT @ q, p.mT @ grad
+
+
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Output, log-sum-exp [B, H, S] and what the backward kernel wants besides."""
+    if not _has_kernel(q):
+        return *_plain_forward(q, k, v, scale), ()
     if q.is_cuda:
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, True, scale=scale
@@ -33,6 +61,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, extra: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not _has_kernel(q):
+        return _plain_backward(grad, q, k, v, out, lse, scale)
     if q.is_cuda:
         cum_q, cum_k, max_q, max_k, seed, offset = extra
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -92,7 +122,7 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, depth_k: Sequence[Tensor], 
     depth_k, depth_v: one [B, H, S, K] per slot, at least one. Scaled by 1/sqrt(K). Returns [B, H, S, K].
     """
     size = q.shape[-1]
-    padding = -size % 8 if q.is_cuda else 0  # the CUDA kernel wants head sizes in multiples of 8; zeros change nothing
+    padding = -size % 8 if q.is_cuda and _has_kernel(q) else 0  # the CUDA kernel wants head sizes in multiples of 8; zeros change nothing
     tensors = [F.pad(t, (0, padding)) if padding else t for t in (q, k, v, *depth_k, *depth_v)]
     out: Tensor = _JointAttention.apply(1 / math.sqrt(size), *tensors)
     return out[..., :size] if padding else out

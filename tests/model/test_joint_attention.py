@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthbench.model import depth_sdpa
 from depthbench.model.depth_sdpa import joint_attention
 
 B, H = 2, 3
@@ -52,6 +53,13 @@ def test_float64(tokens: int, slots: int, size: int) -> None:
     for one, other in zip([out, *grads], [expected, *wanted], strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "size"), [(16, 3, 6), (70, 5, 76)])
+def test_without_a_kernel(tokens: int, slots: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What float32 and float64 take on CUDA."""
+    monkeypatch.setattr(depth_sdpa, "_has_kernel", lambda q: False)
+    test_float64(tokens, slots, size)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
