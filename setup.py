@@ -19,6 +19,8 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
+        # from 0.18 on, which pip picks on Python 3.12, megatron-core imports triton and does not declare it
+        "triton; python_version >= '3.12' and sys_platform == 'linux'",
         "psutil",  # dist_checkpointing hangs without it and does not declare it
         "numpy",
         "pydantic>=2.7",

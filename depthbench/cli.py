@@ -1,6 +1,7 @@
 """`depthbench VERB RUN [group=name] [dotted.key=value] ...`"""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -105,9 +106,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for a mistake of the user, as argparse."""
     words = list(sys.argv[1:] if words is None else words)
     verb = next((word for word in words if word in VERBS), None)
-    args = build_parser(verb).parse_args(words)
+    parser = build_parser(verb)
+    args, rest = parser.parse_known_args(words)
+    if rest and hasattr(args, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
+        args.overrides += rest  # argparse takes no more positionals after an option
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return VERBS[args.verb][2](args)
     except UserError as error:
-        print(f"depthbench: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of the node say the same
+            print(f"depthbench: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
+[ -f setup.py ] || { echo "quickstart: needs a checkout of the repository, not an installed package" >&2; exit 1; }
 bash launch/setup.sh
 export PATH="$root/.venv/bin:$PATH"
 
@@ -18,5 +19,7 @@ fi
 depthbench prepare --input $data/text.jsonl --output $data/text \
     --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
 
+# two processes: on two GPUs where there are as many, otherwise on the CPU
+if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -lt 2 ]; then export CUDA_VISIBLE_DEVICES=""; fi
 OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m depthbench train quickstart "$@"
-echo "quickstart: look at the curves with: tensorboard --logdir runs/quickstart/tensorboard"
+echo "quickstart: look at the curves with: .venv/bin/tensorboard --logdir runs"

@@ -15,7 +15,7 @@ sys.exit(sys.version_info < (3, 10))
 CHECK
 
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then device=cuda; else device=cpu; fi
-stamp=.venv/depthbench-$device-$(cat setup.py launch/setup.sh | sha256sum | cut -c1-16)
+stamp=.venv/depthbench-$device-$( (cat setup.py launch/setup.sh; "$python" --version) | sha256sum | cut -c1-16)
 if [ -f "$stamp" ]; then exit 0; fi
 
 say "making .venv with $("$python" --version) for $device"
@@ -25,6 +25,11 @@ pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 if [ $device = cuda ]; then
     say "installing torch for CUDA"
     "${pip[@]}" "torch>=2.6"
+    .venv/bin/python -c "import torch; assert torch.cuda.is_available()" || {
+        echo "setup: torch does not see the GPU; its CUDA may be newer than the driver. Install a fitting torch into" \
+            ".venv (https://pytorch.org/get-started/previous-versions) and run this again" >&2
+        exit 1
+    }
 elif ! .venv/bin/python -c "import torch" 2>/dev/null; then
     # pinned: a looser requirement would download a CUDA build of several GB
     say "installing torch $torch_cpu for CPU"

@@ -102,12 +102,14 @@ def latest(root: Path) -> Published | None:
 
 
 def remove_remnants(root: Path) -> None:
-    """Delete what interrupted saves left behind."""
-    for path in root.glob(".saving-*"):
-        shutil.rmtree(path)
+    """Delete what interrupted saves and deletions left behind. A killed run's writer may still be at work in one."""
+    for path in [*root.glob(".saving-*"), *root.glob(".retired-*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def retire(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (0: keep all)."""
     for checkpoint in published(root)[:-keep] if keep else []:
-        shutil.rmtree(checkpoint.path)
+        retired = root / f".retired-{checkpoint.path.name}"  # renamed first: half a checkpoint must not look complete
+        checkpoint.path.rename(retired)
+        shutil.rmtree(retired, ignore_errors=True)

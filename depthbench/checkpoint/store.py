@@ -1,28 +1,41 @@
 """Writing and reading checkpoints, all ranks together, through Megatron-Core's `dist_checkpointing`."""
 
 import json
+import multiprocessing
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from inspect import signature
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from depthbench.config.schema import CheckpointConfig, CheckpointMode
 from depthbench.errors import UserError
+from depthbench.parallel.signals import ignore_stop_signals
 
 from . import folder
 from .folder import Published
 
-# from 0.18 on, Megatron-Core's default for async saves is a package of its own that is not required here
-_OWN_WRITER: dict[str, Any] = (
+# from 0.17 on, Megatron-Core's default for async saves is a package of its own that is not required here
+_SAVE_OPTIONS: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 )
+
+
+def _start_results_queue() -> None:
+    """The process through which Megatron-Core's writers report. Its own would be spawned (which imports everything
+    again, 5 s) and would die of the signal that asks for a last save."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(initializer=ignore_stop_signals)
+        filesystem_async._results_queue = manager.Queue()
 
 
 def _as_state(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
@@ -41,6 +54,7 @@ class CheckpointWriter:
     def __init__(self, root: Path, config: CheckpointConfig, report: Callable[[str], None]) -> None:
         self.root, self.config, self.report = root, config, report
         self.queue = AsyncCallsQueue(persistent=False)
+        _start_results_queue()
         if dist.get_rank() == 0:
             root.mkdir(parents=True, exist_ok=True)
             folder.remove_remnants(root)
@@ -50,8 +64,6 @@ class CheckpointWriter:
         """Save as step `step`; in async mode wait for an earlier save first, then return while this one is written."""
         self.queue.maybe_finalize_async_calls(blocking=True)
         name = folder.folder_name(step)
-        if (self.root / name / folder.MANIFEST).is_file():
-            return  # resumed here and stopped again before another step
         # a name of its own: the forked writer of a killed run may still be at work on the same step
         nonce = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(nonce)
@@ -71,7 +83,7 @@ class CheckpointWriter:
         asynchronous = self.config.mode is CheckpointMode.ASYNC
         self.report(f"checkpoint {name} requested")
         request = dist_checkpointing.save(
-            _as_state(tensors), str(writing), async_sharded_save=asynchronous, **_OWN_WRITER
+            _as_state(tensors), str(writing), async_sharded_save=asynchronous, **_SAVE_OPTIONS
         )
         if asynchronous:
             request.add_finalize_fn(publish)

@@ -89,6 +89,7 @@ class TrainConfig:
     eval_every: int = 200  # steps; 0: never; the last step always evaluates unless 0
     eval_sequences: int | None = None  # how many; null: the whole split
     spike_factor: float = 0.0  # skip an update whose gradient norm exceeds this times its recent median; 0: never skip
+    deterministic: bool = False  # on a GPU: bit-equal reruns, slower; a CPU always is
     spike_window: int = 128  # steps of gradient norms that the median is taken over
 
 

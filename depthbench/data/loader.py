@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from depthbench.parallel.signals import ignore_stop_signals
+
 Batch = dict[str, Tensor]
 """`tokens`, `labels` [B, S] int64 and `loss_mask` [B, S] float32."""
 
@@ -46,6 +48,7 @@ def batches(dataset: Dataset[Batch], order: SampleOrder, workers: int) -> Iterat
             batch_sampler=order,
             num_workers=workers,
             collate_fn=_collate,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=torch.cuda.is_available(),
         )
     )

@@ -6,6 +6,11 @@ import torch
 
 PEAK_TFLOPS = {  # dense bfloat16, without sparsity, from the vendors' data sheets
     "A100": 312.0,
+    "A800": 312.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "H100 NVL": 835.0,
+    "L40S": 362.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "H200": 989.0,

@@ -25,7 +25,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: {"step": 12, "loss": ...}, one line a step; evaluation has lines of its own, at its step."""
+    """`metrics.jsonl`: {"step": 12, "loss": ...}, one line a step, with its validation loss where there is one."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         if path.is_file():

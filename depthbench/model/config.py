@@ -54,6 +54,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"model.{name}={value} must be at least 1, or null")
+        for name in ("rope_theta", "init_std"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"model.{name}={getattr(self, name)} must be above 0")
+        if self.rope_scaling and not self.rope_scaling.factor >= 1:
+            raise UserError(f"model.rope_scaling.factor={self.rope_scaling.factor} must be at least 1")
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise UserError(

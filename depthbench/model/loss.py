@@ -24,13 +24,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         wide = logits_SBW.to(torch.promote_types(logits_SBW.dtype, torch.float32), copy=True)
         wide[..., max(0, min(rows, vocab_size - start)) :] = float("-inf")
         top_SB = wide.amax(-1)
-        dist.all_reduce(top_SB, dist.ReduceOp.MAX, group=context.tp_group)
+        if context.tp_size > 1:
+            dist.all_reduce(top_SB, dist.ReduceOp.MAX, group=context.tp_group)
         mine_SB = (labels_SB >= start) & (labels_SB < start + rows)
         local_SB = torch.where(mine_SB, labels_SB - start, 0)
         picked_SB = wide.gather(-1, local_SB.unsqueeze(-1)).squeeze(-1).masked_fill(~mine_SB, 0.0)
         total_SB = wide.sub_(top_SB.unsqueeze(-1)).exp_().sum(-1)
         both = torch.stack([total_SB, picked_SB])
-        dist.all_reduce(both, group=context.tp_group)
+        if context.tp_size > 1:
+            dist.all_reduce(both, group=context.tp_group)
         lse_SB = both[0].log() + top_SB
         ctx.valid_rows = max(0, min(rows, vocab_size - start))
         ctx.save_for_backward(logits_SBW, lse_SB, local_SB, mine_SB)
@@ -42,7 +44,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits_SBW, lse_SB, local_SB, mine_SB = ctx.saved_tensors
         grad = logits_SBW.to(lse_SB.dtype).sub(lse_SB.unsqueeze(-1)).exp_()
         grad[..., ctx.valid_rows :] = 0.0
-        grad.scatter_add_(-1, local_SB.unsqueeze(-1), -mine_SB.to(grad.dtype).unsqueeze(-1))
+        at = local_SB.unsqueeze(-1)  # one row a token, so gather and scatter suffice, and are deterministic
+        grad.scatter_(-1, at, grad.gather(-1, at) - mine_SB.to(grad.dtype).unsqueeze(-1))
         return grad.mul_(grad_SB.unsqueeze(-1)).to(logits_SBW.dtype), None, None, None
 
 

@@ -54,7 +54,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dtype = context.megatron.params_dtype
-        self.index, self.probe = index, residual.probe
+        self.index = index
         self.attention = SelfAttention(config, residual, rope, context)
         self.attention_residual = residual.connection(2 * index, dtype)
         self.mlp = MLP(config, residual, index, context)

@@ -45,5 +45,5 @@ def megatron_config(run: RunConfig) -> TransformerConfig:
         gradient_accumulation_fusion=False,  # needs Apex
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_gradients,
-        deterministic_mode=False,
+        deterministic_mode=run.train.deterministic,
     )

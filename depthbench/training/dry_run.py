@@ -9,7 +9,7 @@ from .preflight import preflight
 def dry_run(run: RunConfig) -> int:
     """Print what would happen. Raises UserError as training would."""
     _, world_size, _ = world_from_environment()
-    ready = preflight(run, world_size, build_indices=False)
+    ready = preflight(run, world_size, first_of_node=True)
     tokens = sum(int(corpus.indexed.sequence_lengths[corpus.documents].sum()) for corpus in ready.train)
     needed = run.train.steps * run.train.global_batch * run.model.sequence_length
     print(f"{run.name}: settings, data and run folder {ready.folder} are in order for {world_size} processes")

@@ -39,8 +39,10 @@ class SpikeGuard:
 def describe(position: int, num_layers: int) -> str:
     if position == 0:
         return "the embedding"
-    if position > 2 * num_layers:
+    if position == 2 * num_layers + 1:
         return "the readout or the head"
+    if position > 2 * num_layers:
+        return "nothing: a replay of the same microbatches is finite; suspect the hardware"
     block, is_mlp = divmod(position - 1, 2)
     return f"block {block} ({'MLP' if is_mlp else 'attention'}, sublayer {position - 1})"
 
@@ -51,8 +53,8 @@ def first_bad_layer(stage: DecoderStage, microbatches: Sequence[Batch]) -> str:
 
     Every rank must call it with as many microbatches.
     """
-    last = 2 * stage.span.num_layers + 1
-    worst = last
+    head = 2 * stage.span.num_layers + 1
+    worst = head + 1
 
     def observe(sublayer: int, state: DepthState) -> None:
         nonlocal worst
@@ -66,7 +68,8 @@ def first_bad_layer(stage: DecoderStage, microbatches: Sequence[Batch]) -> str:
             tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
             if not bool(stage.embed(tokens).isfinite().all()):
                 worst = 0
-            stage(tokens, labels)
+            if not bool(stage(tokens, labels).isfinite().all()):
+                worst = min(worst, head)
     finally:
         stage.observer = None
     found = torch.tensor(worst, device=device)
@@ -75,13 +78,23 @@ def first_bad_layer(stage: DecoderStage, microbatches: Sequence[Batch]) -> str:
 
 
 def first_bad_gradient(stage: DecoderStage) -> str:
-    """Name the deepest parameter, over all ranks, whose gradient is not finite: backward met it first."""
-    names = [name for name, _ in stage.named_parameters()]
-    bad = torch.tensor(
-        [not bool(p.main_grad.isfinite().all()) for p in stage.parameters()],  # type: ignore[attr-defined]
-        dtype=torch.int32,
-        device=torch.cuda.current_device(),
-    )
-    dist.all_reduce(bad, dist.ReduceOp.MAX)
-    found = bad.nonzero().flatten().tolist()
-    return names[found[-1]] if found else "no single parameter (their norm overflows)"
+    """Name the parameter, over all ranks, that forward uses last of those whose gradient is not finite: backward met
+    it first. A collective call."""
+    mine = [
+        name
+        for name, parameter in stage.named_parameters()
+        if not bool(parameter.main_grad.isfinite().all())  # type: ignore[attr-defined]
+    ]
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    bad = sorted({name for names in everyone for name in names}, key=_forward_position)
+    return bad[-1] if bad else "no single parameter (their norm overflows)"
+
+
+def _forward_position(name: str) -> tuple[int, int, str]:
+    """Sorts parameter names in the order in which a forward pass uses them."""
+    first, *rest = name.split(".")
+    if first != "blocks":
+        return (-1 if first == "embedding" else 10**6, 0, name)
+    parts = ("attention_residual", "attention", "mlp_residual", "mlp")
+    return (int(rest[0]), parts.index(rest[1]), name)

@@ -34,10 +34,12 @@ class LayerStats:
             x.register_hook(lambda grad: self._add(1, block, grad))
 
     def _add(self, direction: int, block: int, x: Tensor) -> None:
-        wide = x.detach().double()
-        count = torch.tensor([wide.numel(), wide.numel() // wide.shape[-1]], dtype=torch.float64, device=wide.device)
-        sums = torch.stack([wide.sum(), wide.square().sum(), wide.abs().sum()])
-        self.sums[direction, block] += torch.cat([sums, count])
+        x = x.detach()
+        absolute, norm = (torch.linalg.vector_norm(x, order, dtype=torch.float64) for order in (1, 2))
+        sums = torch.stack([x.sum(dtype=torch.float64), norm.square(), absolute])
+        self.sums[direction, block, :3] += sums
+        self.sums[direction, block, 3] += x.numel()
+        self.sums[direction, block, 4] += x.numel() // x.shape[-1]
 
     def collect(self, tokens: int) -> dict[str, float]:
         """`layer_stats/block_07/forward/norm`: value, over the global batch. Gradients are those of the mean loss.

@@ -1,8 +1,10 @@
 """Megatron-Core's DDP and optimizer around a stage, and the few things asked of them."""
 
+import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -52,7 +54,7 @@ class Optimizer:
         )
         exempt: Any = {ParamKey(attr="without_decay"): {"wd_mult": 0.0}}
         self.ddp = ddp
-        self.chained = get_megatron_optimizer(config, [ddp], config_overrides=exempt)
+        self.chained = get_megatron_optimizer(config, [ddp], config_overrides=exempt, use_gloo_process_groups=False)
         self.inner = self.chained.chained_optimizers[0]
 
     def zero_grad(self) -> None:
@@ -60,9 +62,21 @@ class Optimizer:
         self.chained.zero_grad()
 
     def prepare(self) -> float:
-        """Bring the reduced gradients to where the update reads them; returns their global norm, before clipping."""
+        """Bring the reduced gradients to where the update reads them; returns their global norm, before clipping.
+
+        Megatron-Core's own norm, without Transformer Engine or Apex, waits for the device once a parameter, and adds up
+        in float32 whatever the gradients are.
+        """
         self.chained.prepare_grads()
-        return float(self.chained.get_grad_norm())
+        grads = self.inner.get_main_grads_for_grad_norm()
+        dtype = torch.promote_types(self.ddp.config.params_dtype, torch.float32)
+        norms = torch._foreach_norm(grads, dtype=dtype) if grads else []
+        square = torch.zeros((), dtype=dtype, device=torch.cuda.current_device())
+        for norm in norms:
+            square += norm.square()
+        dist.all_reduce(square, group=self.inner.get_grad_stats_parallel_group())
+        dist.all_reduce(square, dist.ReduceOp.MAX)  # replicas may differ in the last digit, and must decide alike
+        return math.sqrt(float(square))
 
     def apply(self, lr: float, grad_norm: float) -> None:
         """Clip by the norm that `prepare` returned and update the weights."""
@@ -71,7 +85,8 @@ class Optimizer:
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         if self.config.clip_norm > 0:
             # torch's, since Megatron-Core's clips float32 gradients alone
-            total = torch.tensor(grad_norm, device=torch.cuda.current_device())
+            dtype = torch.promote_types(self.ddp.config.params_dtype, torch.float32)
+            total = torch.tensor(grad_norm, dtype=dtype, device=torch.cuda.current_device())
             clip_grads_with_norm_(self.inner.get_parameters(), self.config.clip_norm, total)
         self.chained.step_with_ready_grads()
 

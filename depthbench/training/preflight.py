@@ -3,17 +3,22 @@
 Every rank runs it on its own; it changes nothing but the sample-index cache, which one process a node fills.
 """
 
+import hashlib
+import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.indexed_dataset import get_bin_path
 from megatron.core.datasets.utils import Split
 
 from depthbench.checkpoint.folder import Published, latest
 from depthbench.config.load import plain
-from depthbench.config.schema import RunConfig
+from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.config.validate import check_run
 from depthbench.data.corpus import EpochedCorpus, WindowSettings, corpora, samples_from_each
 from depthbench.data.indexed import check_prefix, read_sidecar
@@ -43,26 +48,30 @@ def checkpoints_of(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-def preflight(run: RunConfig, world_size: int, build_indices: bool) -> Preflight:
+def preflight(run: RunConfig, world_size: int, first_of_node: bool) -> Preflight:
     """Check settings, data, run folder and checkpoint; open the data.
 
-    build_indices: whether this process fills the sample-index cache of its node.
+    first_of_node: whether this process does what one process a node does for all: read through data and checkpoint
+        files, fill the sample-index cache.
 
     Raises UserError, with the way out, for the first thing that is wrong.
     """
     check_run(run, world_size)
     tokenizer = _tokenizer(run)
+    folder = _writable(Path(run.folder))
+    cache = Path(run.data.index_cache or folder / "index-cache")
     for source in [*run.data.train, *run.data.valid]:
         info = check_prefix(source.prefix, run.model.vocab_size, tokenizer)
-        if info.sidecar is None:  # not from `depthbench prepare`, which checks every id
-            check_prefix(source.prefix, run.model.vocab_size, tokenizer, scan=True)
-    folder = _writable(Path(run.folder))
+        if info.sidecar is None and first_of_node:
+            _scan_once(source.prefix, run.model.vocab_size, cache)
+    if run.log.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"log.wandb_project={run.log.wandb_project} needs `pip install wandb`")
     settings = WindowSettings(
         sequence_length=run.model.sequence_length,
         vocab_size=run.model.vocab_size,
         eod=tokenizer.eod,
         seed=run.seed,
-        index_cache=Path(run.data.index_cache or folder / "index-cache"),
+        index_cache=cache,
     )
     train, weights = corpora(run.data, Split.train, settings)
     valid = corpora(run.data, Split.valid, settings)[0] if run.train.eval_every else []
@@ -70,7 +79,9 @@ def preflight(run: RunConfig, world_size: int, build_indices: bool) -> Preflight
     resume = latest(checkpoints_of(folder))
     if resume:
         _check_resume(resume, run, identity)
-    if build_indices:
+        if first_of_node:
+            resume.check_files()
+    if first_of_node:
         _build_indices(run, train, weights, valid, resume)
     last_step = min(run.train.steps, run.train.stop_at or run.train.steps)
     return Preflight(folder, train, weights, valid, resume, identity, last_step, _unigram_entropy(run))
@@ -87,9 +98,10 @@ def _tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def _unigram_entropy(run: RunConfig) -> float | None:
-    """What a model would lose that only knew how often each token occurs: the yardstick for a first loss."""
-    sources = run.data.valid or run.data.train
-    sidecar = read_sidecar(sources[0].prefix) if len(sources) == 1 else None
+    """What a model would lose that only knew how often each token occurs: the yardstick for a first loss. None unless
+    all tokens of one prepared corpus, and no others, are validated on."""
+    whole = len(run.data.valid) == 1 and run.data.eval_form is EvalForm.WINDOWS
+    sidecar = read_sidecar(run.data.valid[0].prefix) if whole else None
     return sidecar.get("unigram_entropy_nats") if sidecar else None
 
 
@@ -115,7 +127,6 @@ def _identity(run: RunConfig, train: list[EpochedCorpus], weights: list[float]) 
 
 def _check_resume(checkpoint: Published, run: RunConfig, identity: dict[str, Any]) -> None:
     manifest = checkpoint.manifest()
-    checkpoint.check_files()
     now = plain(run)
     stored = {
         "residual.architecture": manifest["architecture"],
@@ -136,21 +147,39 @@ def _check_resume(checkpoint: Published, run: RunConfig, identity: dict[str, Any
             )
 
 
+def _scan_once(prefix: str, vocab_size: int, cache: Path) -> None:
+    """Check every id of a corpus that `depthbench prepare` did not make, and remember it for the next start."""
+    file = Path(get_bin_path(prefix)).resolve()
+    found = file.stat()
+    key = hashlib.sha256(f"{file}:{found.st_size}:{found.st_mtime_ns}:{vocab_size}".encode()).hexdigest()[:16]
+    marker = cache / f"scanned-{key}"
+    if not marker.is_file():
+        check_prefix(prefix, vocab_size, scan=True)
+        with _cache_errors(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+
+@contextmanager
+def _cache_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the sample-index cache {cache}: {error.strerror}; set data.index_cache=FOLDER"
+        ) from error
+
+
 def _build_indices(
     run: RunConfig, train: list[EpochedCorpus], weights: list[float], valid: list[EpochedCorpus], at: Published | None
 ) -> None:
     done = at.manifest() if at else {"consumed_samples": 0, "step": 0}
     samples = done["consumed_samples"] + (run.train.steps - done["step"]) * run.train.global_batch
-    try:
+    with _cache_errors(train[0].settings.index_cache):
         for corpus, share in zip(train, samples_from_each(weights, samples), strict=True):
             corpus.build_index(share)
         for corpus in valid:
             corpus.build_index(1)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the sample-index cache {train[0].settings.index_cache}: {error.strerror}; "
-            "set data.index_cache=FOLDER"
-        ) from error
 
 
 def is_first_of_node() -> bool:

@@ -33,10 +33,11 @@ def environment(world_size: int) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    ours = _git("ls-files", "--error-unmatch", "__init__.py") is not None  # an installed copy may lie in another's tree
     return {
         "depthbench": depthbench.__version__,
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "commit": _git("rev-parse", "HEAD") if ours else None,
+        "uncommitted_changes": bool(_git("status", "--porcelain")) if ours else None,
         "python": platform.python_version(),
         "packages": versions,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

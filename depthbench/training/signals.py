@@ -6,7 +6,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from depthbench.parallel.signals import STOPPING
 
 
 class StopSignals:

@@ -15,6 +15,7 @@ from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.data.corpus import blend
 from depthbench.data.evaluation import evaluation_set
 from depthbench.data.loader import SampleOrder, batches
+from depthbench.errors import UserError
 from depthbench.logs.console import ConsoleLog, step_line
 from depthbench.logs.hardware import peak_flops, peak_memory_gib
 from depthbench.logs.metrics import MetricsLog
@@ -41,7 +42,7 @@ def train(run: RunConfig) -> int:
     gradient was not finite. Raises UserError, before any process group starts, for a run that cannot work.
     """
     rank, world_size, _ = startup.world_from_environment()
-    ready = preflight(run, world_size, build_indices=is_first_of_node())
+    ready = preflight(run, world_size, first_of_node=is_first_of_node())
     if ready.finished:
         assert ready.resume
         if rank == 0:
@@ -53,8 +54,13 @@ def train(run: RunConfig) -> int:
     try:
         trainer.loop()
     except NonFiniteError as error:  # on all ranks alike
+        trainer.writer.close()
         trainer.leave("failed", str(error))
         code = 3
+    except BaseException as error:
+        if rank == 0:
+            write_status(ready.folder, "failed", trainer.step, repr(error))
+        raise
     finally:
         trainer.close()
     startup.stop()  # not after any other error: the other ranks are still at work, and would be waited for
@@ -65,10 +71,10 @@ class Trainer:
     """A run in progress on this rank."""
 
     def __init__(self, run: RunConfig, ready: Preflight, context: ParallelContext) -> None:
-        dist.barrier()  # sample indices are in the cache of every node
+        _agree(ready)  # also: sample indices are in the cache of every node
         self.run, self.ready, self.context = run, ready, context
         self.leads = dist.get_rank() == 0
-        self.stage = build_stage(run, context).to(torch.cuda.current_device())
+        self.stage = build_stage(run, context, draw=not ready.resume).to(torch.cuda.current_device())
         self.ddp = wrap(run, self.stage)
         self.optimizer = Optimizer(run, self.ddp)
         self.step = self.consumed = self.skipped = 0
@@ -148,7 +154,7 @@ class Trainer:
         samples = f"samples {self.consumed} to {self.consumed + self.run.train.global_batch - 1}"
         raise NonFiniteError(
             f"step {self.step + 1}: {what} is {value}; {where} ({samples}). Weights are those of step {self.step}; "
-            f"nothing was saved"
+            "nothing of this step was saved"
         )
 
     def _evaluate(self, values: dict[str, float]) -> str | None:
@@ -250,6 +256,19 @@ class Trainer:
         self.skipped = manifest["skipped"]
         norms: list[float] = manifest["recent_grad_norms"]
         return norms
+
+
+def _agree(ready: Preflight) -> None:
+    """Raise UserError, on all ranks, where they found different checkpoints or data in what should be one folder."""
+    mine = {"checkpoint": ready.resume.step if ready.resume else None, "data": ready.data_identity}
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise UserError(
+                f"rank 0 found {everyone[0]}, rank {rank} found {theirs}: the run folder {ready.folder} and the data "
+                "must be the same on every node"
+            )
 
 
 def _finite(value: float) -> bool:

@@ -15,7 +15,7 @@ from depthbench.errors import UserError
 from depthbench.model.stage import DecoderStage
 from depthbench.training.optimizer import Optimizer, wrap
 from depthbench.training.step import run_microbatches
-from tests.harness import quick_checkpoints, run_workers
+from tests.harness import run_workers
 from tests.models import small_run, start_stage
 from tests.parallel.test_layouts import microbatches
 
@@ -41,7 +41,6 @@ def test_rectangles_tile_any_run(shape: tuple[int, ...]) -> None:
 
 def built(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[DecoderStage, Optimizer]:
     stage = start_stage(rank, world_size, store, run)
-    quick_checkpoints()
     return stage, Optimizer(run, wrap(run, stage))
 
 

@@ -20,7 +20,7 @@ from depthbench.data.loader import Batch, SampleOrder, batches
 from depthbench.errors import UserError
 from depthbench.training import trainer
 from tests.corpora import Corpus, snapshot, trainable_run, write_counting, write_documents
-from tests.harness import defer_world, join_world, quick_checkpoints, run_workers
+from tests.harness import defer_world, join_world, run_workers
 
 LENGTH = 8
 LENGTHS = [31, 5, 1, 12, 20, 8, 9, 3]  # 89 tokens, 11 windows an epoch
@@ -129,7 +129,6 @@ def test_the_sequence_of_samples_depends_on_no_layout(
 def recorded(rank: int, world_size: int, store: str, run: RunConfig) -> list[list[list[int]]]:
     """Train, and return the windows of each step that this rank read."""
     defer_world(rank, world_size, store)
-    quick_checkpoints()
     steps: list[list[list[int]]] = []
 
     class Recorded(trainer.Trainer):

@@ -16,7 +16,7 @@ B, H = 2, 3
 
 def naive(q: Tensor, k: Tensor, v: Tensor, depth_k: Sequence[Tensor], depth_v: Sequence[Tensor]) -> Tensor:
     tokens, size = q.shape[-2:]
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     over_sequence = (q @ k.mT).masked_fill(future, float("-inf"))
     over_depth = [(q * key).sum(-1, keepdim=True) for key in depth_k]
     p = torch.softmax(torch.cat([over_sequence, *over_depth], -1) / math.sqrt(size), -1)
@@ -41,7 +41,7 @@ def run(function: Any, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     slots = len(depth) // 2
     out = function(q, k, v, depth[:slots], depth[slots:])
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return out.detach(), list(torch.autograd.grad(out, tensors, upstream.to(out.dtype)))
+    return out.detach(), list(torch.autograd.grad(out, tensors, upstream.to(out)))
 
 
 @pytest.mark.parametrize("size", [6, 8, 76])

@@ -37,7 +37,7 @@ def leaves(count: int, width: int = D, scale: float = 1.0, dtype: torch.dtype = 
 def gradients(function: Any, tensors: list[Tensor], upstream: Tensor) -> tuple[Tensor, list[Tensor]]:
     *sources, query, gain = tensors
     mixed = function(sources, query, gain)
-    return mixed.detach(), list(torch.autograd.grad(mixed, tensors, upstream.to(mixed.dtype)))
+    return mixed.detach(), list(torch.autograd.grad(mixed, tensors, upstream.to(mixed)))
 
 
 def ours(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:

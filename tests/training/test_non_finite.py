@@ -12,7 +12,7 @@ from depthbench.checkpoint.folder import latest
 from depthbench.config.schema import RunConfig
 from depthbench.training.trainer import Trainer, train
 from tests.corpora import Corpus, trainable_run
-from tests.harness import defer_world, quick_checkpoints, run_workers
+from tests.harness import defer_world, run_workers
 
 STEP = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,7 +42,6 @@ def poisoned(
 ) -> tuple[int, bool, dict[str, Any]]:
     """Poison rank 1 before step STEP + 1; exit status, whether that step changed weights, and the status file."""
     defer_world(rank, world_size, store)
-    quick_checkpoints()
     update = Trainer._update
     seen: list[tuple[Trainer, list[Tensor]]] = []
 
@@ -93,7 +92,6 @@ def test_the_first_bad_layer_is_named(
 def spiking(rank: int, world_size: int, store: str, run: RunConfig) -> None:
     """Train with the gradients of step 6 a hundred times too large."""
     defer_world(rank, world_size, store)
-    quick_checkpoints()
     update = Trainer._update
 
     def tampered(self: Trainer, microbatches: list[Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from depthbench.parallel import startup
 from depthbench.training import trainer
 from depthbench.training.preflight import preflight
 from tests.corpora import VOCAB, Corpus, snapshot, trainable_run, write_documents
-from tests.harness import quick_checkpoints, run_workers
+from tests.harness import run_workers
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def refuses(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunConfig, str, int], 
 
         monkeypatch.setattr(startup, "start", started)
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("LOCAL_RANK", "0")
         before = snapshot(Path(run.folder))
         with pytest.raises(UserError, match=message) as caught:
             trainer.train(run)
@@ -157,7 +158,6 @@ def test_folders_that_cannot_be_written(corpus: Corpus, tmp_path: Path, refuses:
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
 def trained(rank: int, world_size: int, store: str, run: RunConfig) -> int:
-    quick_checkpoints()
     return trainer.train(run)
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_corpus(corpus: Corpus, stopped: Path, refuses: 
 
 def test_the_same_corpus_elsewhere_resumes(corpus: Corpus, stopped: Path, tmp_path: Path) -> None:
     run = trainable_run(corpus, stopped, data={"train": [{"prefix": str(own(corpus, tmp_path))}]})
-    ready = preflight(run, 1, build_indices=False)
+    ready = preflight(run, 1, first_of_node=True)
     assert ready.resume is not None and ready.resume.step == 2 and not ready.finished
 
 
@@ -237,7 +237,7 @@ def test_a_broken_checkpoint_moved_away_lets_the_older_one_resume(corpus: Corpus
     shutil.copytree(newest, newest.with_name("step_00000001"))
     shards(stopped)[0].unlink()
     newest.rename(stopped / "broken")
-    ready = preflight(trainable_run(corpus, stopped), 1, build_indices=False)
+    ready = preflight(trainable_run(corpus, stopped), 1, first_of_node=True)
     assert ready.resume is not None and ready.resume.step == 1
 
 
@@ -246,7 +246,7 @@ def test_an_unfinished_save_is_no_checkpoint(corpus: Corpus, stopped: Path) -> N
     newest.rename(newest.with_name(".saving-step_00000002"))
     shutil.copytree(newest.with_name(".saving-step_00000002"), newest.with_name("step_00000003"))
     (newest.with_name("step_00000003") / "manifest.json").unlink()
-    assert preflight(trainable_run(corpus, stopped), 1, build_indices=False).resume is None
+    assert preflight(trainable_run(corpus, stopped), 1, first_of_node=True).resume is None
 
 
 def test_a_finished_run_does_nothing(

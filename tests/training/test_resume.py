@@ -17,7 +17,7 @@ from depthbench.training import trainer as trainer_module
 from depthbench.training.trainer import Trainer, train
 from tests.checkpoint.reading import differing, read_checkpoint
 from tests.corpora import Corpus, snapshot, trainable_run
-from tests.harness import defer_world, quick_checkpoints, run_workers, start_workers
+from tests.harness import defer_world, run_workers, start_workers
 
 STEPS = 8
 EXACT = ("loss", "grad_norm", "lr", "tokens", "skipped", "eval/loss")
@@ -28,7 +28,6 @@ def training(
 ) -> int:
     """`depthbench train`; `before` may tamper with this process first."""
     defer_world(rank, world_size, store)
-    quick_checkpoints()
     if before:
         before(rank)
     return train(run)
