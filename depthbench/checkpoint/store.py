@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from depthbench.config.schema import CheckpointConfig, CheckpointMode
 from depthbench.errors import UserError
-from depthbench.parallel.signals import ignore_stop_signals
+from depthbench.parallel.signals import serve_until_parent_ends
 
 from . import folder
 from .folder import Published
@@ -34,7 +34,7 @@ def _start_results_queue() -> None:
     again, 5 s) and would die of the signal that asks for a last save."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=ignore_stop_signals)
+        manager.start(initializer=serve_until_parent_ends)
         filesystem_async._results_queue = manager.Queue()
 
 

@@ -2,8 +2,8 @@
 
 MoDA (arXiv 2603.15619). The sequence part runs through torch's flash kernel, which also returns its log-sum-exp; the
 depth part is merged by it. A flash backward computes P = exp(QK - lse) and delta = <dO, O>; given the *joint* output
-and log-sum-exp it yields exactly the joint softmax's gradients for the sequence part, so no second kernel is needed. In float32 and float64 on
-CUDA, for which there is no such kernel, the same runs in plain matmuls (all scores in memory: for tests).
+and log-sum-exp it yields exactly the joint softmax's gradients for the sequence part, so no second kernel is needed.
+CUDA has no such kernel for float32 and float64: there the same runs in plain matmuls, with all scores in memory.
 
 Shapes: B microbatch, H heads, S sequence, K head dim; depth keys and values come with their KV heads repeated to H.
 """

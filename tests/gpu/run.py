@@ -54,7 +54,7 @@ class Scale:
 
 
 FULL = Scale(50280, steps=20, global_batch=32, sequence=2048, micro_batch=None, words=())
-TINY_MODEL = ("num_layers=2", "hidden_size=64", "ffn_hidden_size=96", "num_attention_heads=2")
+TINY_MODEL = ("num_layers=4", "hidden_size=64", "ffn_hidden_size=96", "num_attention_heads=2")
 TINY = Scale(
     512, steps=4, global_batch=4, sequence=64, micro_batch=2, words=tuple(f"model.{word}" for word in TINY_MODEL)
 )
@@ -266,7 +266,6 @@ def write_report(report: Report, folder: Path) -> None:
     name = re.sub(r"[^A-Za-z0-9]+", "-", report.device).strip("-")
     (folder / f"{name}.md").write_text(markdown(report))
     (folder / f"{name}.json").write_text(json.dumps({**asdict(report), "passed": report.passed}, indent=1) + "\n")
-    print(f"\n{markdown(report)}\nwritten to {folder}/{name}.md and .json")
 
 
 def perform(scale: Scale, scratch: Path, output: Path, gpus: int) -> int:
@@ -286,6 +285,7 @@ def perform(scale: Scale, scratch: Path, output: Path, gpus: int) -> int:
         report.rows.append(short_run(runner, scale, scratch, architecture))
         report.seconds = time.monotonic() - began
         write_report(report, output)
+    print(f"\n{markdown(report)}\nwritten to {output}")
     return 0 if report.passed else 1
 
 

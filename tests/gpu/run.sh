@@ -6,6 +6,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
 python=${PYTHON:-python3}
 
+if [ $# -eq 0 ] && ! nvidia-smi -L >/dev/null 2>&1; then
+    echo "tests/gpu: no NVIDIA GPU is seen here, so nothing was run; --cpu-rehearsal runs it with tiny sizes"
+    exit 0
+fi
+
 lacks() {
     "$python" - <<'CHECK' 2>/dev/null || echo "torch with a GPU"
 import importlib.util

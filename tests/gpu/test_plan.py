@@ -45,7 +45,7 @@ def test_short_runs_would_start(architecture: str, tmp_path: Path) -> None:
     """The rehearsal's on its data; the full one's settings are the recipe's but for what shortens it."""
     write_data(tmp_path, TINY.vocab, TINY.tokens)
     run = load_run("depthbench_400m", short_run_words(TINY, tmp_path, architecture))
-    ready = preflight(run, 1, build_indices=True)
+    ready = preflight(run, 1, first_of_node=True)
     assert ready.last_step == TINY.steps
     full = load_run("depthbench_400m", short_run_words(FULL, tmp_path, architecture))
     recipe = load_run("depthbench_400m", [f"residual={architecture}"])
@@ -61,7 +61,10 @@ def test_short_runs_would_start(architecture: str, tmp_path: Path) -> None:
 
 def test_the_resume_check_would_start(tmp_path: Path) -> None:
     write_data(tmp_path, RESUME.vocab, RESUME.tokens)
-    last = [preflight(load_run("depthbench_400m", words), 1, True).last_step for words in resume_words(tmp_path)]
+    last = [
+        preflight(load_run("depthbench_400m", words), 1, first_of_node=True).last_step
+        for words in resume_words(tmp_path)
+    ]
     assert last == [6, 3, 6]
 
 

@@ -111,13 +111,13 @@ def test_stopped_and_resumed_is_bit_equal(corpus: Corpus, tmp_path: Path, kind: 
     assert_same_run(resumed, whole)
 
 
-def signal_before_update(at_step: int, victim: int) -> Callable[[int], None]:
+def signal_before_update(at_step: int, victim: int, send: Callable[[], None]) -> Callable[[int], None]:
     def before(rank: int) -> None:
         update = Trainer._update
 
         def signalled(self: Trainer, microbatches: list[Any]) -> dict[str, float]:
             if rank == victim and self.step == at_step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                send()
             return update(self, microbatches)
 
         Trainer._update = signalled  # type: ignore[method-assign]
@@ -139,13 +139,23 @@ def signal_in_evaluation(number: int, victim: int) -> Callable[[int], None]:
     return before
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(corpus: Corpus, tmp_path: Path) -> None:
+def to_rank() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def to_its_whole_process_group() -> None:
+    """As a scheduler does: the rank, its data loaders and the helpers of its checkpoints."""
+    os.killpg(0, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("send", [to_rank, to_its_whole_process_group])
+def test_a_signal_to_one_rank_stops_all_at_one_step(corpus: Corpus, tmp_path: Path, send: Callable[[], None]) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     kind = "bf16_dp2_sharded_async_workers"
     world_size, run = run_of(corpus, whole, kind)
     run_workers(world_size, training, run)
     world_size, run = run_of(corpus, resumed, kind)
-    assert run_workers(world_size, training, run, signal_before_update(4, victim=1)) == [0, 0]
+    assert run_workers(world_size, training, run, signal_before_update(4, victim=1, send=send)) == [0, 0]
     assert status(resumed) == {"state": "stopped", "step": 5, "reason": "SIGTERM"}
     found = latest(resumed / "checkpoints")
     assert found and found.step == 5
