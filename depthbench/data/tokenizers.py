@@ -18,7 +18,6 @@ import tokenizers
 from depthbench.errors import UserError
 
 _EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-_PAD_NAMES = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]")
 # SentencePiece drops training sentences longer than its limit (in bytes), so lines are cut well below it.
 _LINE_CHARACTERS = 4096
 _SENTENCE_BYTES = 4 * _LINE_CHARACTERS + 1
@@ -32,12 +31,10 @@ class Tokenizer(ABC):
         fingerprint: first 16 hex digits of the SHA-256 of that file's content.
         vocab_size: one more than the largest id, added tokens included.
         eod: id of the end-of-document token.
-        pad: id of the padding token, or None where the model has none.
     """
 
     vocab_size: int
     eod: int
-    pad: int | None
 
     def __init__(self, path: Path, eod_token: str | None) -> None:
         self.path = path
@@ -75,7 +72,6 @@ class HuggingFaceTokenizer(Tokenizer):
         if eod is None:
             raise _no_eod(path, wanted)
         self.eod = eod
-        self.pad = next((ids[name] for name in _PAD_NAMES if name in ids), None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -102,7 +98,6 @@ class SentencePieceTokenizer(Tokenizer):
             self.eod = self._model.piece_to_id(eod_token)
             if self._model.id_to_piece(self.eod) != eod_token:  # an unknown piece maps to the unk id
                 raise _no_eod(path, (eod_token,))
-        self.pad = self._model.pad_id() if self._model.pad_id() >= 0 else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._model.encode(list(texts), out_type=int, num_threads=1)

@@ -7,7 +7,6 @@ work on the logical ones, whose names and shapes do not depend on the layout.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from depthbench.residual.parameters import ParameterSpec, Part
@@ -75,12 +74,3 @@ def apply_declarations(model: nn.Module, tp_size: int) -> None:
         # summed over tensor-parallel ranks by finalize_model_grads, which also asks whether sequence parallel is on
         parameter.sequence_parallel = spec.local_tokens  # type: ignore[attr-defined]
         parameter.without_decay = not spec.decay  # type: ignore[attr-defined]
-
-
-def num_parameters(model: nn.Module, tp_rank: int, tp_size: int) -> int:
-    """Parameters on this rank, padding not counted."""
-    return sum(
-        torch.Size(s.stop - s.start for s in shard.local).numel()
-        for name, parameter in model.named_parameters()
-        for shard in logical_shards(name, parameter, tp_rank, tp_size)
-    )

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .hidden import HiddenReadout
 from .norms import RMSNorm
-from .pre_ln import HiddenReadout
 from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Residual
 from .state import DepthState, Placement, StateSpec, TensorSpec
 

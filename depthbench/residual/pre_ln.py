@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .hidden import HiddenReadout
 from .norms import RMSNorm
 from .protocol import Connection, Cost, Read, Residual
 from .state import DepthState, StateSpec, TensorSpec
@@ -31,17 +32,6 @@ class PreLNConnection(Connection):
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         return DepthState({"h": state.live["h"] + y}, {})
-
-
-class HiddenReadout(nn.Module):
-    """norm(h): the readout of every architecture whose live state is one hidden vector."""
-
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.norm = RMSNorm(width, eps, dtype)
-
-    def forward(self, state: DepthState) -> Tensor:
-        return self.norm(state.live["h"])
 
 
 class PreLN(Residual, name="pre_ln"):

@@ -44,8 +44,8 @@ def test_a_folder_stands_for_its_model(tokenizer: Tokenizer) -> None:
 
 
 def test_ids(hf_tokenizer: Tokenizer, sp_tokenizer: Tokenizer) -> None:
-    assert (hf_tokenizer.eod, hf_tokenizer.pad) == (0, 1)
-    assert (sp_tokenizer.eod, sp_tokenizer.pad, sp_tokenizer.vocab_size) == (2, None, 400)
+    assert hf_tokenizer.eod == 0
+    assert (sp_tokenizer.eod, sp_tokenizer.vocab_size) == (2, 400)
 
 
 def test_saved_truncation_and_padding_are_ignored(hf_tokenizer: Tokenizer, tmp_path: Path) -> None:

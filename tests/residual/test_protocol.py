@@ -18,11 +18,12 @@ from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import residual_of
 from depthbench.model.stage import DecoderStage, StageSpan
-from depthbench.parallel.placement import apply_declarations, num_parameters, spec_of
+from depthbench.parallel.placement import apply_declarations, logical_shards, spec_of
 from depthbench.planning.parameters import count_parameters
 from depthbench.residual import Residual
+from depthbench.residual.hidden import HiddenReadout
 from depthbench.residual.parameters import declare
-from depthbench.residual.pre_ln import HiddenReadout, PreLNConnection
+from depthbench.residual.pre_ln import PreLNConnection
 from depthbench.residual.protocol import Connection, Cost, Read
 from depthbench.residual.state import DepthState, Placement, StateSpec, TensorSpec
 from tests.harness import run_workers
@@ -171,7 +172,8 @@ def built_on_meta(rank: int, world_size: int, store: str, runs: list[RunConfig])
         with torch.device("meta"):
             stage = DecoderStage(run.model, residual_of(run), StageSpan(0, layers, layers), context)
         assert all(parameter.is_meta for parameter in stage.parameters())
-        counts.append(num_parameters(stage, 0, 1))
+        shards = (s for name, p in stage.named_parameters() for s in logical_shards(name, p, 0, 1))
+        counts.append(sum(torch.Size(shard.part.shape).numel() for shard in shards))
     return counts
 
 
