@@ -107,6 +107,11 @@ def remove_remnants(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def make_way(path: Path) -> None:
+    """Remove a folder of a checkpoint's name that is none (it has no manifest), so that the real one can take it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def retire(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (0: keep all)."""
     for checkpoint in published(root)[:-keep] if keep else []:

@@ -75,6 +75,7 @@ class CheckpointWriter:
         def publish() -> None:
             if dist.get_rank() == 0:
                 _write_durably(writing / folder.MANIFEST, json.dumps(manifest, indent=1))
+                folder.make_way(self.root / name)
                 os.rename(writing, self.root / name)
                 folder.retire(self.root, self.config.keep)
             dist.barrier()

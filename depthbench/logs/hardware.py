@@ -25,7 +25,8 @@ def peak_flops(given_tflops: float | None) -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((peak * 1e12 for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    keys = sorted((key for key in PEAK_TFLOPS if key in name), key=len)  # the longest: an H200 is no H20
+    return PEAK_TFLOPS[keys[-1]] * 1e12 if keys else None
 
 
 def peak_memory_gib() -> float:

@@ -11,7 +11,6 @@ the mix is the identity, so the model equals Pre-LN; attention-out and MLP-down 
 Source: arXiv 2409.19606; DepthBench `hc`. State: live `streams` [S, B, N, D], N streams.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 
 from .norms import RMSNorm
 from .parameters import constant, fixed, residual_parameter
-from .protocol import Connection, Cost, Read, Residual, Shape
-from .state import DepthState, StateSpec, TensorSpec
+from .protocol import Connection, Cost, Read
+from .state import DepthState
+from .streams import StreamResidual
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,15 @@ class HCReadout(nn.Module):
         return torch.sum(self.norm(streams_SBND), -2)
 
 
-class HC(Residual, name="hc"):
+class HC(StreamResidual, name="hc"):
     Config = HCConfig
     config: HCConfig
-
-    def __init__(self, config: HCConfig, shape: Shape) -> None:
-        super().__init__(config, shape)
-        if config.num_streams < 1:
-            raise ValueError(f"residual.num_streams={config.num_streams} must be at least 1")
-
-    def start(self, embedding: Tensor) -> DepthState:
-        return DepthState({"streams": embedding.unsqueeze(-2).repeat_interleave(self.config.num_streams, -2)}, {})
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return HCConnection(sublayer, self.shape.hidden_size, self.config, dtype)
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
         return HCReadout(self.shape.hidden_size, self.config, dtype)
-
-    def state_at(self, sublayer: int) -> StateSpec:
-        return StateSpec((TensorSpec("streams", (self.config.num_streams, self.shape.hidden_size)),), ())
 
     def num_parameters(self) -> int:
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
@@ -113,9 +102,3 @@ class HC(Residual, name="hc"):
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
         flops = total * 2 * width * (n * (n + 2) + n * (n + 1) + n)
         return Cost(flops, flops)
-
-    def probe(self, state: DepthState) -> Tensor:
-        return state.live["streams"]
-
-    def init_scale(self, projection: str) -> float:
-        return 1 / math.sqrt(self.config.num_streams) if projection in ("out", "down") else 1.0

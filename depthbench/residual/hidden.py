@@ -1,10 +1,11 @@
-"""What architectures share whose live state is one hidden vector `h`."""
+"""What architectures share whose whole state is one hidden vector `h`, live."""
 
 import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
-from .state import DepthState
+from .protocol import Cost, Residual
+from .state import DepthState, StateSpec, TensorSpec
 
 
 class HiddenReadout(nn.Module):
@@ -16,3 +17,22 @@ class HiddenReadout(nn.Module):
 
     def forward(self, state: DepthState) -> Tensor:
         return self.norm(state.live["h"])
+
+
+class HiddenResidual(Residual):
+    """Base of such architectures; `config.norm_eps` is the eps of all their norms."""
+
+    def start(self, embedding: Tensor) -> DepthState:
+        return DepthState({"h": embedding}, {})
+
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def state_at(self, sublayer: int) -> StateSpec:
+        return StateSpec((TensorSpec("h", (self.shape.hidden_size,)),), ())
+
+    def flops_per_token(self) -> Cost:
+        return Cost(0, 0)
+
+    def probe(self, state: DepthState) -> Tensor:
+        return state.live["h"]

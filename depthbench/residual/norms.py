@@ -1,4 +1,5 @@
-"""RMS normalisation, the norm of every architecture here but one."""
+"""The norms. Token-wise, so they run unchanged on sequence-sharded activations; statistics in float32 or better, output
+in x's dtype."""
 
 import torch.nn.functional as F
 from torch import Tensor, dtype, nn
@@ -7,10 +8,7 @@ from .parameters import constant, residual_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32 or better, output in x's dtype.
-
-    Token-wise, so it runs unchanged on sequence-sharded activations.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
 
     def __init__(self, width: int, eps: float, dtype: dtype) -> None:
         super().__init__()
@@ -19,3 +17,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight over the last axis; no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, None, self.eps)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .hidden import HiddenReadout
+from .hidden import HiddenResidual
 from .norms import RMSNorm
-from .protocol import Connection, Cost, Read, Residual
-from .state import DepthState, StateSpec, TensorSpec
+from .protocol import Connection, Read
+from .state import DepthState
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,12 @@ class PreLNConnection(Connection):
         return DepthState({"h": state.live["h"] + y}, {})
 
 
-class PreLN(Residual, name="pre_ln"):
+class PreLN(HiddenResidual, name="pre_ln"):
     Config = PreLNConfig
     config: PreLNConfig
-
-    def start(self, embedding: Tensor) -> DepthState:
-        return DepthState({"h": embedding}, {})
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return PreLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)
 
-    def readout(self, dtype: torch.dtype) -> nn.Module:
-        return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
-
-    def state_at(self, sublayer: int) -> StateSpec:
-        return StateSpec((TensorSpec("h", (self.shape.hidden_size,)),), ())
-
     def num_parameters(self) -> int:
         return (self.shape.num_sublayers + 1) * self.shape.hidden_size
-
-    def flops_per_token(self) -> Cost:
-        return Cost(0, 0)
-
-    def probe(self, state: DepthState) -> Tensor:
-        return state.live["h"]

@@ -8,7 +8,7 @@ attention of block i is 2i and its MLP 2i + 1. For each sublayer the decoder run
     y, taps = branch(read.hidden, ...)          # attention or MLP
     state = connection.write(state, read, y, taps)
 
-and at the end `readout(state)`, which goes to the LM head. Defining the subclass registers it under `name`.
+and at the end `readout(state)`, which goes to the LM head. Defining the subclass with `name=` registers it.
 """
 
 from abc import ABC, abstractmethod
@@ -97,10 +97,11 @@ class Residual(ABC):
     Config: ClassVar[type]
     registry: ClassVar[dict[str, type["Residual"]]] = {}
 
-    def __init_subclass__(cls, name: str, **kwargs: Any) -> None:
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = name
-        Residual.registry[name] = cls
+        if name is not None:  # else a base of several architectures
+            cls.name = name
+            Residual.registry[name] = cls
 
     def __init__(self, config: Any, shape: Shape) -> None:
         """Raises ValueError where the config cannot work at this shape."""

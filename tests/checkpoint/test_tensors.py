@@ -173,6 +173,8 @@ def test_retention_and_remnants(tmp_path: Path) -> None:
     """The newest complete ones are kept; what a killed save left is not taken for a checkpoint, and is removed."""
     _, run = run_for("one", "pre_ln", {}, "fp32")
     (tmp_path / "step_00000020").mkdir()  # no manifest: never published
+    (tmp_path / "step_00000010").mkdir()
+    (tmp_path / "step_00000010" / "half").touch()
     (tmp_path / ".saving-step_00000030").mkdir()
     said = run_workers(2, save_many, run, tmp_path, 2)
     found = latest(tmp_path)

@@ -104,6 +104,6 @@ def test_training_errors(texts: list[str], size: int, tmp_path: Path) -> None:
 @pytest.mark.skipif(not NEOX.is_file(), reason="DEPTHBENCH_NEOX_TOKENIZER names no GPT-NeoX tokenizer.json")
 def test_gpt_neox() -> None:
     tokenizer = load_tokenizer(NEOX)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (50280, 50279, 1)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50280, 50279)
     texts = HARD_TEXTS + make_documents(50)
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts

@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import block_attnres, hc, moda, pre_ln
+from . import block_attnres, deepnorm, hc, keel, lns, mhc, moda, pre_ln, sandwich_ln
 from .layers import Shape, Weights, linear
 
 __all__ = ["Shape", "reference_logits", "reference_loss"]
 
 FINAL_HIDDEN: dict[str, Callable[..., Tensor]] = {
     "pre_ln": pre_ln.final_hidden,
+    "sandwich_ln": sandwich_ln.final_hidden,
+    "lns": lns.final_hidden,
+    "deepnorm": deepnorm.final_hidden,
+    "keel": keel.final_hidden,
     "block_attnres": block_attnres.final_hidden,
     "hc": hc.final_hidden,
+    "mhc": mhc.final_hidden,
     "moda": moda.final_hidden,
 }
 

@@ -17,11 +17,16 @@ def residual_shapes(
     """Residual parameters of one sublayer ("attention" or "mlp")."""
     d, n, kv = shape.hidden_size, num_streams, shape.num_kv_heads * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"norm.weight": (d,)}
+    if architecture == "sandwich_ln" or (architecture == "keel" and (block, sublayer) != (0, "attention")):
+        shapes |= {"post_norm.weight": (d,)}
     if architecture == "block_attnres" and (block, sublayer) != (0, "attention"):
         shapes |= {"query": (d,), "key_norm.weight": (d,)}
     if architecture == "hc":
         shapes |= {"static_alpha": (n, n + 1), "dynamic_alpha": (d, n + 1), "dynamic_alpha_scale": ()}
         shapes |= {"static_beta": (n,), "dynamic_beta": (d,), "dynamic_beta_scale": ()}
+    if architecture == "mhc":
+        shapes |= {"phi": (n * d, n * n + 2 * n), "bias": (n * n + 2 * n,)}
+        shapes |= {"scale_pre": (), "scale_post": (), "scale_res": ()}
     if architecture == "moda" and sublayer == "mlp" and block < shape.num_layers - 1:
         shapes |= {"depth_k.weight": (kv, d), "depth_v.weight": (kv, d)}
     return shapes
@@ -64,6 +69,11 @@ def random_weights(shape: Shape, architecture: str, generator: torch.Generator, 
         "dynamic_beta": (0.0, shape.hidden_size**-0.5),
         "dynamic_alpha_scale": (0.5, 0.1),
         "dynamic_beta_scale": (0.5, 0.1),
+        "phi": (0.0, (options.get("num_streams", 4) * shape.hidden_size) ** -0.5),
+        "bias": (0.0, 1.5),
+        "scale_pre": (0.8, 0.1),
+        "scale_post": (0.8, 0.1),
+        "scale_res": (0.8, 0.1),
     }
     weights = {}
     for name, size in parameter_shapes(shape, architecture, **options).items():

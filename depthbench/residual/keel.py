@@ -1,0 +1,49 @@
+"""KEEL: pre-norm inside, post-norm outside, with a residual enlarged by the depth.
+
+    sublayer 0:   h <- h + F(norm(h))                            plain Pre-LN
+    sublayer 1:   h <- post_norm(h + F(norm(h)))
+    later:        h <- post_norm(alpha h + F(norm(h)))           alpha = 2L, the number of sublayers
+
+Source: arXiv 2601.19895; DepthBench `keel`. State: live h [S, B, D].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .hidden import HiddenResidual
+from .norms import RMSNorm
+from .pre_ln import PreLNConnection
+from .protocol import Connection, Read
+from .state import DepthState
+
+
+@dataclass(frozen=True)
+class KEELConfig:
+    norm_eps: float = 1e-6
+
+
+class KEELConnection(PreLNConnection):
+    def __init__(self, alpha: float, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(width, eps, dtype)
+        self.alpha = alpha
+        self.post_norm = RMSNorm(width, eps, dtype)
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        return DepthState({"h": self.post_norm(self.alpha * state.live["h"] + y)}, {})
+
+
+class KEEL(HiddenResidual, name="keel"):
+    Config = KEELConfig
+    config: KEELConfig
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        width, eps = self.shape.hidden_size, self.config.norm_eps
+        if sublayer == 0:
+            return PreLNConnection(width, eps, dtype)
+        return KEELConnection(1.0 if sublayer == 1 else self.shape.num_sublayers, width, eps, dtype)
+
+    def num_parameters(self) -> int:
+        return 2 * self.shape.num_sublayers * self.shape.hidden_size  # two a sublayer but the first's, and the readout

@@ -1,0 +1,42 @@
+"""LayerNorm Scaling: Pre-LN whose branch inputs shrink with depth.
+
+    h <- h + F(norm(h) / sqrt(l))        l = block number from 1, the same for attention and MLP
+
+Source: Sun et al. 2025 (arXiv 2502.05795); DepthBench `default_scaled`. State: live h [S, B, D]. The final norm is not
+scaled. Its published learning rate is 1e-2, five times Pre-LN's.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .hidden import HiddenResidual
+from .pre_ln import PreLNConnection
+from .protocol import Connection, Read
+from .state import DepthState
+
+
+@dataclass(frozen=True)
+class LNSConfig:
+    norm_eps: float = 1e-6
+
+
+class LNSConnection(PreLNConnection):
+    def __init__(self, block: int, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(width, eps, dtype)
+        self.scale = 1 / math.sqrt(block + 1)
+
+    def read(self, state: DepthState) -> Read:
+        return Read(self.norm(state.live["h"]) * self.scale)
+
+
+class LNS(HiddenResidual, name="lns"):
+    Config = LNSConfig
+    config: LNSConfig
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        return LNSConnection(sublayer // 2, self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def num_parameters(self) -> int:
+        return (self.shape.num_sublayers + 1) * self.shape.hidden_size

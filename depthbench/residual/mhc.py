@@ -1,0 +1,130 @@
+"""Manifold-constrained Hyper-Connections: n streams, mixed by a (nearly) doubly stochastic matrix of each token.
+
+With x [nD] the streams H [n, D] in a row, and m = x phi / sqrt(mean(x^2) + eps) split into pre, post and res,
+
+    pre = sigmoid(a_pre m_pre + b_pre)    post = 2 sigmoid(a_post m_post + b_post)    R = sinkhorn(a_res m_res + b_res)
+    read:  norm(sum_s pre_s H_s)          write:  H_t <- sum_s R[t, s] H_s + post_t F(...)
+
+All streams start as the embedding; the readout is norm(mean of streams). Initially sublayer k reads stream k mod n,
+writes to all with weight 1, and R is nearly the identity (DepthBench's "GAP-8" biases); attention-out and MLP-down
+weights are divided by sqrt(n).
+
+Source: arXiv 2512.24880; DepthBench `mhc` (Liger kernel order of Sinkhorn). State: live `streams` [S, B, N, D].
+Shapes: S tokens, B microbatch, N streams, D hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .norms import RMSNorm
+from .parameters import Init, constant, fixed, residual_parameter
+from .protocol import Connection, Cost, Read, Shape
+from .state import DepthState
+from .streams import StreamResidual
+
+GAP = 8.0  # between the initial bias of the stream that is read, or kept, and the others'
+
+
+@dataclass(frozen=True)
+class MHCConfig:
+    """coefficient_eps: of the streams' joint norm, and in Sinkhorn's denominators."""
+
+    num_streams: int = 4
+    sinkhorn_iterations: int = 20
+    readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
+    norm_eps: float = 1e-6
+    coefficient_eps: float = 1e-6
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """[..., n, n] -> nearly doubly stochastic: a softmax of the rows, then columns and rows are normalised in turn, the
+    columns last. Columns then sum to 1, rows nearly (conventions 8)."""
+    matrix = torch.softmax(logits, -1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+class MHCConnection(Connection):
+    def __init__(self, sublayer: int, width: int, cfg: MHCConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.cfg = cfg
+        n = cfg.num_streams
+        read_bias = torch.full((n,), -GAP)
+        read_bias[sublayer % n] = GAP
+        bias = torch.cat([read_bias, torch.zeros(n), (GAP * (torch.eye(n) - 1)).flatten()])
+        self.phi = residual_parameter((n * width, n * n + 2 * n), constant(0.0), dtype=dtype)
+
+        def fixed_routing(shape: tuple[int, ...], init: Init) -> nn.Parameter:
+            return residual_parameter(shape, init, dtype=dtype, decay=False, keep_float32=True)
+
+        self.bias = fixed_routing((n * n + 2 * n,), fixed(bias))
+        self.scale_pre = fixed_routing((), constant(0.01))
+        self.scale_post = fixed_routing((), constant(0.01))
+        self.scale_res = fixed_routing((), constant(0.01))
+        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+
+    def read(self, state: DepthState) -> Read:
+        streams_SBND, cfg = state.live["streams"], self.cfg
+        n = cfg.num_streams
+        dtype = torch.promote_types(streams_SBND.dtype, torch.float32)
+        wide_SBND = streams_SBND.to(dtype)
+        x = wide_SBND.flatten(-2)
+        m = (x @ self.phi.to(dtype)) * torch.rsqrt(x.square().mean(-1, keepdim=True) + cfg.coefficient_eps)
+        m_pre, m_post, m_res = m.split([n, n, n * n], -1)
+        b_pre, b_post, b_res = self.bias.to(dtype).split([n, n, n * n])
+        pre_SBN = torch.sigmoid(self.scale_pre.to(dtype) * m_pre + b_pre)
+        post_SBN = 2 * torch.sigmoid(self.scale_post.to(dtype) * m_post + b_post)
+        logits_SBNN = (self.scale_res.to(dtype) * m_res + b_res).unflatten(-1, (n, n))
+        mixing_SBNN = sinkhorn(logits_SBNN, cfg.sinkhorn_iterations, cfg.coefficient_eps)
+        hidden_SBD = (pre_SBN.unsqueeze(-2) @ wide_SBND).squeeze(-2).to(streams_SBND.dtype)
+        return Read(self.norm(hidden_SBD), carry=(mixing_SBNN, post_SBN))
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        mixing_SBNN, post_SBN = read.carry
+        mixed_SBND = mixing_SBNN @ state.live["streams"].to(mixing_SBNN.dtype)
+        return DepthState({"streams": (mixed_SBND + post_SBN.unsqueeze(-1) * y.unsqueeze(-2)).to(y.dtype)}, {})
+
+
+class MHCReadout(nn.Module):
+    def __init__(self, width: int, cfg: MHCConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mean = cfg.readout == "mean_then_norm"
+        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+
+    def forward(self, state: DepthState) -> Tensor:
+        streams_SBND = state.live["streams"]
+        normalised: Tensor = self.norm(streams_SBND.mean(-2) if self.mean else streams_SBND.sum(-2))
+        return normalised
+
+
+class MHC(StreamResidual, name="mhc"):
+    Config = MHCConfig
+    config: MHCConfig
+
+    def __init__(self, config: MHCConfig, shape: Shape) -> None:
+        super().__init__(config, shape)
+        if config.sinkhorn_iterations < 1:
+            raise ValueError(f"residual.sinkhorn_iterations={config.sinkhorn_iterations} must be at least 1")
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        return MHCConnection(sublayer, self.shape.hidden_size, self.config, dtype)
+
+    def readout(self, dtype: torch.dtype) -> nn.Module:
+        return MHCReadout(self.shape.hidden_size, self.config, dtype)
+
+    def num_parameters(self) -> int:
+        n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
+        return (total + 1) * width + total * (n * width * (n * n + 2 * n) + n * n + 2 * n + 3)
+
+    def flops_per_token(self) -> Cost:
+        """Per sublayer: coefficients n(n^2 + 2n) products of length D, reading n, mixing n^2, writing n."""
+        n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
+        flops = total * 2 * width * (n * (n * n + 2 * n) + n + n * n + n)
+        return Cost(flops, flops)

@@ -1,0 +1,47 @@
+"""Sandwich-LN (Peri-LN): a norm before the branch and one after it.
+
+    h <- h + post_norm(F(norm(h)))
+
+Source: Ding et al. 2021 (CogView, arXiv 2105.13290), Kim et al. 2025 (Peri-LN, arXiv 2502.02732) without its norm of
+the embedding; DepthBench `peri_norm`. State: live h [S, B, D].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .hidden import HiddenResidual
+from .norms import RMSNorm
+from .protocol import Connection, Read
+from .state import DepthState
+
+
+@dataclass(frozen=True)
+class SandwichLNConfig:
+    norm_eps: float = 1e-6
+
+
+class SandwichLNConnection(Connection):
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = RMSNorm(width, eps, dtype)
+        self.post_norm = RMSNorm(width, eps, dtype)
+
+    def read(self, state: DepthState) -> Read:
+        return Read(self.norm(state.live["h"]))
+
+    def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
+        return DepthState({"h": state.live["h"] + self.post_norm(y)}, {})
+
+
+class SandwichLN(HiddenResidual, name="sandwich_ln"):
+    Config = SandwichLNConfig
+    config: SandwichLNConfig
+
+    def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
+        return SandwichLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def num_parameters(self) -> int:
+        return (2 * self.shape.num_sublayers + 1) * self.shape.hidden_size
