@@ -19,8 +19,13 @@ Weights = dict[str, Tensor]
 # architecture, its settings here, the reference's options
 ARCHITECTURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("pre_ln", {}, {}),
+    ("sandwich_ln", {}, {}),
+    ("lns", {}, {}),
+    ("deepnorm", {}, {}),
+    ("keel", {}, {}),
     ("block_attnres", {"sublayers_per_block": 3}, {"sublayers_per_block": 3}),
     ("hc", {}, {}),
+    ("mhc", {}, {}),
     ("moda", {}, {}),
 ]
 
@@ -115,9 +120,11 @@ def assemble(ranks: list[Pieces]) -> Weights:
 
 
 def assert_close(ours: Weights, theirs: Weights, tolerance: float) -> None:
-    """Every tensor within `tolerance` of the largest element of its own."""
+    """Every tensor within `tolerance` of its own largest element, or of 1e-5 of the largest of all: some gradients
+    nearly cancel by design (mHC's mixing before the readout), and all their digits are rounding."""
     assert set(ours) == set(theirs), f"names differ: {sorted(set(ours) ^ set(theirs))}"
+    floor = 1e-5 * max(expected.abs().max().item() for expected in theirs.values())
     for name, expected in theirs.items():
         error = (ours[name] - expected).abs().max().item()
-        scale = max(expected.abs().max().item(), 1e-12)
+        scale = max(expected.abs().max().item(), floor)
         assert error <= tolerance * scale, f"{name}: relative error {error / scale:.2e}"

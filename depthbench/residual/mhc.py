@@ -31,13 +31,14 @@ GAP = 8.0  # between the initial bias of the stream that is read, or kept, and t
 
 @dataclass(frozen=True)
 class MHCConfig:
-    """coefficient_eps: of the streams' joint norm, and in Sinkhorn's denominators."""
+    """coefficient_eps: of the streams' joint norm. sinkhorn_eps: added to its first softmax and every denominator."""
 
     num_streams: int = 4
     sinkhorn_iterations: int = 20
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
     norm_eps: float = 1e-6
     coefficient_eps: float = 1e-6
+    sinkhorn_eps: float = 1e-6
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -82,7 +83,7 @@ class MHCConnection(Connection):
         pre_SBN = torch.sigmoid(self.scale_pre.to(dtype) * m_pre + b_pre)
         post_SBN = 2 * torch.sigmoid(self.scale_post.to(dtype) * m_post + b_post)
         logits_SBNN = (self.scale_res.to(dtype) * m_res + b_res).unflatten(-1, (n, n))
-        mixing_SBNN = sinkhorn(logits_SBNN, cfg.sinkhorn_iterations, cfg.coefficient_eps)
+        mixing_SBNN = sinkhorn(logits_SBNN, cfg.sinkhorn_iterations, cfg.sinkhorn_eps)
         hidden_SBD = (pre_SBN.unsqueeze(-2) @ wide_SBND).squeeze(-2).to(streams_SBND.dtype)
         return Read(self.norm(hidden_SBD), carry=(mixing_SBNN, post_SBN))
 

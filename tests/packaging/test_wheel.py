@@ -7,7 +7,20 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def yaml_files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*.yaml")}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_every_config_is_in_the_repository() -> None:
+    """What an ignore pattern hides is here on disk, and missing in a clone."""
+    listed = subprocess.run(["git", "ls-files", "configs"], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert {Path(line) for line in listed.split()} >= {Path("configs") / file for file in yaml_files(ROOT / "configs")}
 
 
 def test_a_wheel_carries_its_files(tmp_path: Path) -> None:

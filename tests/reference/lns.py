@@ -1,7 +1,7 @@
 """LayerNorm Scaling: Pre-LN whose branch inputs shrink with depth.
 
-    h <- h + F_k(N_k(h) / sqrt(l))        l = 1, 2, ... is the block of sublayer k, the same for attention and MLP
-    out = N(h)
+h <- h + F_k(N_k(h) / sqrt(l))        l = 1, 2, ... is the block of sublayer k, the same for attention and MLP
+out = N(h)
 """
 
 import math

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import mhc
 from .layers import Shape, rope, sublayer, sublayer_name
 from .model import reference_logits, reference_loss
 from .weights import parameter_shapes, random_weights
@@ -16,9 +17,12 @@ from .weights import parameter_shapes, random_weights
 SMALL = Shape(3, 16, 24, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=11)
 CASES: list[tuple[str, dict[str, Any]]] = [("pre_ln", {}), ("hc", {}), ("hc", {"num_streams": 3}), ("moda", {})]
 CASES += [("hc", {"readout": "norm_then_sum"})]
+CASES += [("sandwich_ln", {}), ("lns", {}), ("deepnorm", {}), ("keel", {}), ("mhc", {}), ("mhc", {"num_streams": 3})]
 CASES += [("block_attnres", {"sublayers_per_block": b}) for b in (1, 2, 3, 4, 7)]
 ANY = pytest.mark.parametrize("architecture, options", CASES)
 EPS = 1e-14
+# mHC: equal streams reach the first norm, which drops their scale; the columns of the last R sum to 1 whatever it is
+MHC_WITHOUT_EFFECT = {"blocks.0.attention_residual.scale_pre", "blocks.2.mlp_residual.scale_res"}
 PARTS = (("static", ""), ("dynamic", ""), ("dynamic", "_scale"))
 
 
@@ -53,12 +57,17 @@ def test_loss_counts_masked_tokens_and_reaches_every_weight(architecture: str, o
     same(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
     assert count == 10
     for name, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
-        assert gradient.abs().max() > 1e-6, name
+        if architecture == "mhc" and name in MHC_WITHOUT_EFFECT:
+            assert gradient.abs().max() < 1e-5, name
+        else:
+            assert gradient.abs().max() > 1e-6, name
 
 
 def test_parameter_totals_of_the_paper() -> None:
     shape = Shape(24, 1024, 2736, num_heads=16, num_kv_heads=16, head_dim=64, vocab_size=50280)
     expected = {"pre_ln": 405_406_720, "block_attnres": 405_505_024, "hc": 405_702_880, "moda": 453_641_216}
+    expected |= {"sandwich_ln": 405_455_872, "lns": 405_406_720, "deepnorm": 405_406_720, "keel": 405_454_848}
+    expected |= {"mhc": 410_126_608}
     assert {a: sum(map(math.prod, parameter_shapes(shape, a).values())) for a in expected} == expected
 
 
@@ -185,3 +194,161 @@ def test_moda_by_masked_attention_over_all_keys() -> None:
             depth_v += [v, heads(x, f"{block}.mlp_residual.depth_v")]
     x = F.rms_norm(h, (16,), weights["readout.norm.weight"], 1e-6)
     same(reference_logits(weights, tokens, SMALL, "moda"), F.linear(x, weights["head.weight"]))
+
+
+@pytest.mark.parametrize("architecture", ["sandwich_ln", "lns", "deepnorm", "keel"])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_single_stream_variants_with_their_constants_written_out(architecture: str, eps: float) -> None:
+    weights, tokens = example(architecture)
+    h = weights["embedding.weight"][tokens]
+    for k, block in enumerate([1, 1, 2, 2, 3, 3]):
+        name = sublayer_name(k) + "_residual"
+        w, post = weights[f"{name}.norm.weight"], weights.get(f"{name}.post_norm.weight")
+        x = h if architecture == "deepnorm" else F.rms_norm(h, (16,), w, eps)
+        y = sublayer(weights, k, x * block**-0.5 if architecture == "lns" else x, SMALL)
+        if architecture == "lns":
+            h = h + y
+        elif architecture == "sandwich_ln":
+            h = h + F.rms_norm(y, (16,), post, eps)
+        elif architecture == "deepnorm":
+            h = F.layer_norm(1.5650845800732873 * h + y, (16,), w, None, eps)
+        else:
+            assert (post is None) == (k == 0)
+            h = h + y if post is None else F.rms_norm((1.0 if k == 1 else 6.0) * h + y, (16,), post, eps)
+    x = F.rms_norm(h, (16,), weights["readout.norm.weight"], eps)
+    same(reference_logits(weights, tokens, SMALL, architecture, eps=eps), F.linear(x, weights["head.weight"]))
+
+
+def test_lns_is_pre_ln_with_smaller_gains() -> None:
+    weights, tokens = example("lns")
+    factor = {
+        f"blocks.{i}.{part}_residual.norm.weight": (i + 1) ** -0.5 for i in range(3) for part in ("attention", "mlp")
+    }
+    scaled = {name: w * factor.get(name, 1.0) for name, w in weights.items()}
+    same(reference_logits(weights, tokens, SMALL, "lns"), reference_logits(scaled, tokens, SMALL, "pre_ln"))
+
+
+def test_sandwich_ln_forgets_the_scale_of_a_branch() -> None:
+    weights, tokens = example("sandwich_ln")
+    larger = {n: 5 * w if n.endswith((".out.weight", ".down.weight")) else w for n, w in weights.items()}
+    out = reference_logits(weights, tokens, SMALL, "sandwich_ln", eps=EPS)
+    same(reference_logits(larger, tokens, SMALL, "sandwich_ln", eps=EPS), out)
+
+
+@pytest.mark.parametrize("architecture", ["deepnorm", "keel"])
+def test_branches_alpha_times_larger_make_alpha_1(architecture: str) -> None:
+    """N(alpha h + alpha y) = N(h + y), whatever the architecture."""
+    weights, tokens = example(architecture)
+    h, larger = weights["embedding.weight"][tokens], dict(weights)
+    for k in range(6):
+        name = sublayer_name(k) + "_residual"
+        alpha = 6**0.25 if architecture == "deepnorm" else 6.0 if k >= 2 else 1.0
+        last = f"{sublayer_name(k)}.{('out', 'down')[k % 2]}.weight"
+        larger[last] = alpha * weights[last]
+        if architecture == "deepnorm":
+            h = F.layer_norm(h + sublayer(weights, k, h, SMALL), (16,), weights[f"{name}.norm.weight"], None, EPS)
+        else:
+            h = h + sublayer(weights, k, F.rms_norm(h, (16,), weights[f"{name}.norm.weight"], EPS), SMALL)
+            h = F.rms_norm(h, (16,), weights[f"{name}.post_norm.weight"], EPS) if k > 0 else h
+    x = F.rms_norm(h, (16,), weights["readout.norm.weight"], EPS)
+    same(reference_logits(larger, tokens, SMALL, architecture, eps=EPS), F.linear(x, weights["head.weight"]))
+
+
+def test_sinkhorn_by_hand() -> None:
+    """Plain numbers, entry by entry: p[out][in], rows before columns, 1e-6 in the start and in every denominator."""
+    logits = [[0.3, -1.2, 2.0], [1.1, 0.4, -0.7], [-2.0, 0.9, 0.1]]
+    for iterations in (1, 2, 20):
+        p = [[math.exp(e) / sum(map(math.exp, row)) + 1e-6 for e in row] for row in logits]
+        for i in range(iterations):
+            if i > 0:
+                p = [[e / (sum(row) + 1e-6) for e in row] for row in p]
+            columns = [sum(row[s] for row in p) + 1e-6 for s in range(3)]
+            p = [[e / c for e, c in zip(row, columns, strict=True)] for row in p]
+        result = mhc.sinkhorn(torch.tensor(logits, dtype=torch.float64), iterations)
+        same(result, torch.tensor(p, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_mhc_in_matrix_form(n: int) -> None:
+    """H <- R H + post y^T with phi as n blocks of D rows, one per stream."""
+    weights, tokens = example("mhc", num_streams=n)
+    streams = weights["embedding.weight"][tokens][:, :, None].expand(-1, -1, n, -1)  # [B, T, n, D]
+    for k in range(6):
+        name = sublayer_name(k) + "_residual"
+        phi = weights[f"{name}.phi"].reshape(n, 16, n * n + 2 * n)
+        m = torch.einsum("btsd,sdc->btc", streams, phi) * (streams.square().mean(dim=(2, 3)) + 1e-6)[..., None].rsqrt()
+        scale = [weights[f"{name}.scale_{part}"].expand(c) for part, c in (("pre", n), ("post", n), ("res", n * n))]
+        pre, post, res = (m * torch.cat(scale) + weights[f"{name}.bias"]).split([n, n, n * n], dim=-1)
+        p = mhc.sinkhorn(res.reshape(2, 6, n, n), 20)
+        u = torch.einsum("bts,btsd->btd", pre.sigmoid(), streams)
+        y = sublayer(weights, k, F.rms_norm(u, (16,), weights[f"{name}.norm.weight"], 1e-6), SMALL)
+        streams = p @ streams + (1 + (post / 2).tanh())[..., None] * y[:, :, None]
+    x = F.rms_norm(streams.mean(dim=2), (16,), weights["readout.norm.weight"], 1e-6)
+    same(reference_logits(weights, tokens, SMALL, "mhc", num_streams=n), F.linear(x, weights["head.weight"]))
+
+
+def test_mhc_mixing_is_far_from_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What random_weights promises: a transposed or column-first Sinkhorn would show."""
+    weights, tokens = example("mhc")
+    out = reference_logits(weights, tokens, SMALL, "mhc")
+    seen = []
+    original = mhc.sinkhorn
+
+    def spy(logits: Tensor, iterations: int) -> Tensor:
+        seen.append(original(logits, iterations))
+        return seen[-1].mT
+
+    monkeypatch.setattr(mhc, "sinkhorn", spy)
+    assert (reference_logits(weights, tokens, SMALL, "mhc") - out).norm() > 0.03 * out.norm()
+    for r in seen:
+        torch.testing.assert_close(r.sum(dim=-2), torch.ones_like(r[..., 0]), rtol=0, atol=2e-6)
+        assert (r - r.mT).abs().amax(dim=(-1, -2)).mean() > 0.2
+    monkeypatch.setattr(mhc, "sinkhorn", lambda logits, iterations: original(logits.mT, iterations).mT)
+    assert (reference_logits(weights, tokens, SMALL, "mhc") - out).norm() > 3e-4 * out.norm()
+
+
+def test_sinkhorn_sums() -> None:
+    """Column sums are 1; row sums only nearly, and less so for larger logits."""
+    logits = torch.randn(200, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    one = torch.ones(200, 4, dtype=torch.float64)
+    for spread, tolerance in ((0.5, 1e-5), (2.0, 0.2)):
+        r = mhc.sinkhorn(spread * logits, 20)
+        torch.testing.assert_close(r.sum(dim=-2), one, rtol=0, atol=2e-6)
+        torch.testing.assert_close(r.sum(dim=-1), one, rtol=0, atol=tolerance)
+
+
+def test_mhc_streams_may_change_places() -> None:
+    weights, tokens = example("mhc")
+    renamed = dict(weights)
+    turn = torch.tensor([2, 0, 3, 1])
+    order = torch.cat([turn, 4 + turn, 8 + torch.arange(16).reshape(4, 4)[turn][:, turn].reshape(-1)])
+    for k in range(6):
+        name = sublayer_name(k) + "_residual"
+        renamed[f"{name}.phi"] = weights[f"{name}.phi"].reshape(4, 16, 24)[turn].reshape(64, 24)[:, order]
+        renamed[f"{name}.bias"] = weights[f"{name}.bias"][order]
+    same(reference_logits(renamed, tokens, SMALL, "mhc"), reference_logits(weights, tokens, SMALL, "mhc"))
+
+
+def test_mhc_with_identity_routing_is_pre_ln(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, tokens = example("mhc")
+    for k in range(6):
+        name = sublayer_name(k) + "_residual"
+        pre = 80 * F.one_hot(torch.tensor(k % 4), 4).double() - 40
+        weights[f"{name}.bias"] = torch.cat([pre, torch.zeros(4), 40 * torch.eye(4).flatten() - 40])
+        weights[f"{name}.phi"] = torch.zeros(64, 24).double()
+    out = reference_logits(weights, tokens, SMALL, "mhc", eps=EPS)
+    expected = reference_logits(weights, tokens, SMALL, "pre_ln", eps=EPS)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(mhc, "SINKHORN_EPS", 0.0)
+    same(reference_logits(weights, tokens, SMALL, "mhc", eps=EPS), expected)
+    same(reference_logits(weights, tokens, SMALL, "mhc", eps=EPS, readout="sum_then_norm"), expected)
+
+
+def test_mhc_readouts_differ_by_the_eps_of_the_norm() -> None:
+    weights, tokens = example("mhc")
+    mean, total = (
+        [reference_logits(weights, tokens, SMALL, "mhc", eps=eps, readout=f"{how}_then_norm") for eps in (EPS, 0.1)]
+        for how in ("mean", "sum")
+    )
+    same(mean[0], total[0])
+    assert (mean[1] - total[1]).abs().max() > 1e-3

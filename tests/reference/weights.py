@@ -70,10 +70,10 @@ def random_weights(shape: Shape, architecture: str, generator: torch.Generator, 
         "dynamic_alpha_scale": (0.5, 0.1),
         "dynamic_beta_scale": (0.5, 0.1),
         "phi": (0.0, (options.get("num_streams", 4) * shape.hidden_size) ** -0.5),
-        "bias": (0.0, 1.5),
-        "scale_pre": (0.8, 0.1),
-        "scale_post": (0.8, 0.1),
-        "scale_res": (0.8, 0.1),
+        "bias": (0.0, 2.0),
+        "scale_pre": (1.5, 0.1),
+        "scale_post": (1.5, 0.1),
+        "scale_res": (1.5, 0.1),
     }
     weights = {}
     for name, size in parameter_shapes(shape, architecture, **options).items():
