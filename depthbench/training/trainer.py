@@ -1,8 +1,10 @@
 """The training loop: from a checked run to its last step, or to a stop that loses nothing."""
 
+import math
 import statistics
 import time
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,15 +134,12 @@ class Trainer:
         every = run.log.layer_stats_every
         stats = LayerStats(self.stage) if every and (self.step + 1) % every == 0 else None
         self.optimizer.zero_grad()
-        if stats:
-            with stats:
-                loss = run_microbatches(self.ddp, iter(microbatches), len(microbatches), forward_only=False)
-        else:
+        with stats or nullcontext():
             loss = run_microbatches(self.ddp, iter(microbatches), len(microbatches), forward_only=False)
-        if not _finite(loss.total):
+        if not math.isfinite(loss.total):
             self._fail("loss", loss.mean, f"first non-finite output in {first_bad_layer(self.stage, microbatches)}")
         grad_norm = self.optimizer.prepare()
-        if not _finite(grad_norm):
+        if not math.isfinite(grad_norm):
             self._fail("gradient norm", grad_norm, f"first non-finite gradient in {first_bad_gradient(self.stage)}")
         if self.guard.skips(grad_norm):
             self.skipped += 1
@@ -269,7 +268,3 @@ def _agree(ready: Preflight) -> None:
                 f"rank 0 found {everyone[0]}, rank {rank} found {theirs}: the run folder {ready.folder} and the data "
                 "must be the same on every node"
             )
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
