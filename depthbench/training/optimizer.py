@@ -9,6 +9,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch.nn.utils import clip_grads_with_norm_
 
 from depthbench.config.schema import OptimizerConfig, Precision, RunConfig
@@ -68,7 +70,14 @@ class Optimizer:
         in float32 whatever the gradients are.
         """
         self.chained.prepare_grads()
-        grads = self.inner.get_main_grads_for_grad_norm()
+        tp_group = self.ddp.module.context.tp_group
+        grads = [
+            main.grad
+            for main in self.inner.get_parameters()
+            if main.grad is not None
+            and param_is_not_shared(main)
+            and param_is_not_tensor_parallel_duplicate(main, tp_group)  # else another rank counts it
+        ]
         dtype = torch.promote_types(self.ddp.config.params_dtype, torch.float32)
         norms = torch._foreach_norm(grads, dtype=dtype) if grads else []
         square = torch.zeros((), dtype=dtype, device=torch.cuda.current_device())
