@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
+from .pre_ln import PreLNConnection
 from .protocol import Connection, Read
 from .state import DepthState
 
@@ -23,14 +24,10 @@ class SandwichLNConfig:
     norm_eps: float = 1e-6
 
 
-class SandwichLNConnection(Connection):
+class SandwichLNConnection(PreLNConnection):
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.norm = RMSNorm(width, eps, dtype)
+        super().__init__(width, eps, dtype)
         self.post_norm = RMSNorm(width, eps, dtype)
-
-    def read(self, state: DepthState) -> Read:
-        return Read(self.norm(state.live["h"]))
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         return DepthState({"h": state.live["h"] + self.post_norm(y)}, {})
