@@ -1,21 +1,8 @@
-"""Prepare token files without the installed command: the same as ``depthbench prepare``."""
+"""`depthbench prepare` without the installed command."""
 
-import argparse
 import sys
 
-from depthbench.data.prepare import add_arguments, run
-from depthbench.errors import UserError
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
+from depthbench.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["prepare", *sys.argv[1:]]))

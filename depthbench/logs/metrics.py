@@ -6,6 +6,7 @@ every step stands in it once, in order.
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,10 +57,21 @@ def _keep_until(path: Path, step: int) -> None:
     os.replace(shorter, path)
 
 
+def _age_events(folder: Path) -> None:
+    """Readers take event files in the order of the second in their names, then of host and process id as text. A start
+    within the same second, or on a node whose clock is behind, must still come last; so older files move back."""
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    stamps = [int(file.name.split(".")[3]) for file in files]
+    late = max(stamps, default=0) - int(time.time()) + 1
+    for file, stamp in zip(files, stamps, strict=True) if late > 0 else ():
+        file.rename(folder / file.name.replace(f".{stamp:010d}.", f".{stamp - late:010d}.", 1))
+
+
 class TensorBoard:
     """Event files in `tensorboard/`; events past `resumed_at` are marked as purged."""
 
     def __init__(self, folder: Path, resumed_at: int) -> None:
+        _age_events(folder)
         self.writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

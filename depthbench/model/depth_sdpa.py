@@ -122,9 +122,8 @@ def joint_attention(q: Tensor, k: Tensor, v: Tensor, depth_k: Sequence[Tensor], 
     depth_k, depth_v: one [B, H, S, K] per slot, at least one. Scaled by 1/sqrt(K). Returns [B, H, S, K].
     """
     size = q.shape[-1]
-    padding = (
-        -size % 8 if q.is_cuda and _has_kernel(q) else 0
-    )  # the CUDA kernel wants head sizes in multiples of 8; zeros change nothing
+    # the CUDA kernel wants head sizes in multiples of 8; zeros change nothing
+    padding = -size % 8 if q.is_cuda and _has_kernel(q) else 0
     tensors = [F.pad(t, (0, padding)) if padding else t for t in (q, k, v, *depth_k, *depth_v)]
     out: Tensor = _JointAttention.apply(1 / math.sqrt(size), *tensors)
     return out[..., :size] if padding else out

@@ -47,8 +47,5 @@ class DeepNorm(HiddenResidual, name="deepnorm"):
         alpha = (2 * self.shape.num_layers) ** 0.25
         return DeepNormConnection(alpha, self.shape.hidden_size, self.config.norm_eps, dtype)
 
-    def num_parameters(self) -> int:
-        return (self.shape.num_sublayers + 1) * self.shape.hidden_size
-
     def init_scale(self, projection: str) -> float:
         return 1.0 if projection in ("q", "k") else (8 * self.shape.num_layers) ** -0.25

@@ -1,4 +1,4 @@
-"""What architectures share whose whole state is one hidden vector `h`, live."""
+"""What architectures share whose live state is one hidden vector `h`."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ class HiddenReadout(nn.Module):
 
 
 class HiddenResidual(Residual):
-    """Base of such architectures; `config.norm_eps` is the eps of all their norms."""
+    """Base of such architectures: no history, one norm of width D a sublayer and a final one, all with the eps
+    `config.norm_eps`. A subclass overrides what differs."""
 
     def start(self, embedding: Tensor) -> DepthState:
         return DepthState({"h": embedding}, {})
@@ -30,6 +31,9 @@ class HiddenResidual(Residual):
 
     def state_at(self, sublayer: int) -> StateSpec:
         return StateSpec((TensorSpec("h", (self.shape.hidden_size,)),), ())
+
+    def num_parameters(self) -> int:
+        return (self.shape.num_sublayers + 1) * self.shape.hidden_size
 
     def flops_per_token(self) -> Cost:
         return Cost(0, 0)

@@ -37,6 +37,3 @@ class LNS(HiddenResidual, name="lns"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return LNSConnection(sublayer // 2, self.shape.hidden_size, self.config.norm_eps, dtype)
-
-    def num_parameters(self) -> int:
-        return (self.shape.num_sublayers + 1) * self.shape.hidden_size

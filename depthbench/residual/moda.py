@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .hidden import HiddenReadout
+from .hidden import HiddenResidual
 from .norms import RMSNorm
-from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Residual
+from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read
 from .state import DepthState, Placement, StateSpec, TensorSpec
 
 
@@ -56,12 +56,9 @@ class MoDAConnection(Connection):
         return DepthState(live, {**state.history, **slot})
 
 
-class MoDA(Residual, name="moda"):
+class MoDA(HiddenResidual, name="moda"):
     Config = MoDAConfig
     config: MoDAConfig
-
-    def start(self, embedding: Tensor) -> DepthState:
-        return DepthState({"h": embedding}, {})
 
     def _leaves_slot(self, sublayer: int) -> bool:
         return sublayer // 2 < self.shape.num_layers - 1
@@ -77,9 +74,6 @@ class MoDA(Residual, name="moda"):
         rows = self.shape.num_kv_heads * self.shape.head_dim
         return ExtraProjection("depth_k", rows), ExtraProjection("depth_v", rows)
 
-    def readout(self, dtype: torch.dtype) -> nn.Module:
-        return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
-
     def state_at(self, sublayer: int) -> StateSpec:
         """Slots are dropped once the last attention has read them."""
         last_reader = self.shape.num_sublayers - 2
@@ -91,7 +85,7 @@ class MoDA(Residual, name="moda"):
     def num_parameters(self) -> int:
         shape = self.shape
         projections = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size
-        return (shape.num_sublayers + 1) * shape.hidden_size + (shape.num_layers - 1) * projections
+        return super().num_parameters() + (shape.num_layers - 1) * projections
 
     def flops_per_token(self) -> Cost:
         """Extra projections 4 D G K a block but the last (G KV heads of size K); attention over 2i slots in block i,
@@ -100,6 +94,3 @@ class MoDA(Residual, name="moda"):
         projections = 4 * (shape.num_layers - 1) * shape.hidden_size * shape.num_kv_heads * shape.head_dim
         attention = 4 * shape.num_heads * shape.head_dim * shape.num_layers * (shape.num_layers - 1)
         return Cost(projections + attention, projections + attention)
-
-    def probe(self, state: DepthState) -> Tensor:
-        return state.live["h"]

@@ -40,6 +40,3 @@ class PreLN(HiddenResidual, name="pre_ln"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return PreLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)
-
-    def num_parameters(self) -> int:
-        return (self.shape.num_sublayers + 1) * self.shape.hidden_size

@@ -5,7 +5,6 @@ Every rank runs it on its own; it changes nothing but the sample-index cache, wh
 
 import hashlib
 import importlib.util
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,7 +179,3 @@ def _build_indices(
             corpus.build_index(share)
         for corpus in valid:
             corpus.build_index(1)
-
-
-def is_first_of_node() -> bool:
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0

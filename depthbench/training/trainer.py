@@ -30,7 +30,7 @@ from .evaluation import evaluate
 from .guard import NonFiniteError, SpikeGuard, first_bad_gradient, first_bad_layer
 from .layer_stats import LayerStats
 from .optimizer import Optimizer, wrap
-from .preflight import Preflight, checkpoints_of, is_first_of_node, preflight
+from .preflight import Preflight, checkpoints_of, preflight
 from .provenance import record, write_status
 from .schedule import learning_rate
 from .signals import StopSignals
@@ -43,8 +43,8 @@ def train(run: RunConfig) -> int:
     Returns the exit status: 0 when the run is finished or was stopped by a signal after saving, 3 when a loss or
     gradient was not finite. Raises UserError, before any process group starts, for a run that cannot work.
     """
-    rank, world_size, _ = startup.world_from_environment()
-    ready = preflight(run, world_size, first_of_node=is_first_of_node())
+    rank, world_size, local_rank = startup.world_from_environment()
+    ready = preflight(run, world_size, first_of_node=local_rank == 0)
     if ready.finished:
         assert ready.resume
         if rank == 0:

@@ -27,9 +27,8 @@ from depthbench.parallel import startup
 from depthbench.training.optimizer import wrap
 from depthbench.training.step import run_microbatches
 from tests.model import test_joint_attention as joint
-from tests.models import ARCHITECTURES, assemble, assert_close, load_weights, pieces, reference_shape, small_run
-from tests.parallel.test_layouts import microbatches, sample
-from tests.reference import random_weights, reference_loss
+from tests.models import ARCHITECTURES, assemble, assert_close, load_weights, pieces, small_run
+from tests.parallel.test_layouts import microbatches, reference_step, sample
 from tests.residual import test_depth_attention as depth
 
 Check = tuple[str, Callable[[], None]]
@@ -46,15 +45,9 @@ def stage_of(run: RunConfig) -> DecoderStage:
 def parity(architecture: str, residual: dict[str, Any], options: dict[str, Any], **parallel: Any) -> None:
     """Loss and every gradient of a float64 step, through DDP, against the naive reference."""
     run = small_run(architecture, residual, parallel={"distributed_optimizer": False, **parallel})
-    shape = reference_shape(run)
-    weights = random_weights(shape, architecture, torch.Generator().manual_seed(2), **options)
-    whole = [sample(run, number) for number in range(run.train.global_batch)]
-    tokens, labels, mask = (torch.stack([s[name] for s in whole]) for name in ("tokens", "labels", "loss_mask"))
-    total, count = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
-    (total / count).backward()
-
+    weights, expected, mean, count = reference_step(run, architecture, options)
     stage = stage_of(run)
-    load_weights(stage, {name: weight.detach() for name, weight in weights.items()})
+    load_weights(stage, weights)
     ddp = wrap(run, stage)
     ddp.zero_grad_buffer()
     batches = microbatches(run, 0, stage.context.dp_rank, stage.context.dp_size)
@@ -62,9 +55,8 @@ def parity(architecture: str, residual: dict[str, Any], options: dict[str, Any],
     mine = {name: (place, size, value.cpu()) for name, (place, size, value) in pieces(stage, "main_grad").items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    expected = {n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}
     assert loss.tokens == count
-    assert abs(loss.mean * count / float(total.detach()) - 1) < 1e-10, f"loss {loss.mean}, not {float(total) / count}"
+    assert abs(loss.mean / mean - 1) < 1e-10, f"loss {loss.mean}, not {mean}"
     assert_close(assemble(ranks), expected, 1e-9)
 
 

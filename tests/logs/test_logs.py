@@ -2,13 +2,13 @@
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 from depthbench.config.schema import LogConfig
 from depthbench.logs.console import ConsoleLog, duration, step_line
@@ -78,12 +78,6 @@ def test_lines_reach_the_console_as_they_are(capsys: pytest.CaptureFixture[str])
     assert second.startswith("[bold]no markup[/bold]") and second.count("wrapping") == 20
 
 
-@pytest.fixture(autouse=True)
-def first_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Event files of one second and one process are read by their number, as text: keep it below 10."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
 def written(folder: Path, resumed_at: int, steps: Iterable[int], session: int, close: bool = True) -> MetricsLog:
     """What a session writes that starts at the checkpoint of step `resumed_at`; its loss tells which it was."""
@@ -132,6 +126,17 @@ def test_each_step_once_and_in_order(sessions: list[tuple[int, int]], tmp_path: 
     assert scalars(tmp_path, "train/loss") == [(step, by + step / 1000) for step, by in expected.items()]
     assert scalars(tmp_path, "eval/loss") == [(step, float(expected[step])) for step in (4, 8)]
     assert [line["step"] for line in found if "eval/loss" in line] == [4, 8]
+
+
+def test_a_start_on_a_node_whose_clock_is_behind_still_comes_last(tmp_path: Path) -> None:
+    """Readers order event files by the second in their names."""
+    written(tmp_path, 0, range(1, 5), 1)
+    (ahead,) = (tmp_path / "tensorboard").iterdir()
+    stamp = ahead.name.split(".")[3]
+    ahead.rename(ahead.with_name(ahead.name.replace(stamp, str(int(time.time()) + 50), 1)))
+    written(tmp_path, 3, range(4, 8), 2)
+    written(tmp_path, 5, range(6, 10), 3)
+    assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(1, 10))
 
 
 @pytest.mark.parametrize("tail", ['{"step": 4, "lo', '{"step": 4}', "\0\0\0", '{"step": 3, "loss": 1.003'], ids=repr)

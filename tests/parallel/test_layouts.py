@@ -69,6 +69,19 @@ def gradients(
     return loss.mean, loss.tokens, optimizer.prepare(), found
 
 
+def reference_step(run: RunConfig, architecture: str, options: dict[str, Any]) -> tuple[Weights, Weights, float, int]:
+    """The naive reference's first step on random weights: those, their gradients, the mean loss and its tokens."""
+    shape = reference_shape(run)
+    weights = random_weights(shape, architecture, torch.Generator().manual_seed(2), **options)
+    whole = [sample(run, number) for number in range(run.train.global_batch)]
+    tokens, labels, mask = (torch.stack([s[name] for s in whole]) for name in ("tokens", "labels", "loss_mask"))
+    total, count = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
+    (total / count).backward()
+    expected = {n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}
+    plain = {name: weight.detach() for name, weight in weights.items()}
+    return plain, expected, float(total.detach()) / count, count
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("architecture", "residual", "options"), ARCHITECTURES)
 def test_gradients_in_float64(
@@ -76,18 +89,11 @@ def test_gradients_in_float64(
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
     run = small_run(architecture, residual, parallel={"distributed_optimizer": False, **parallel})
-    shape = reference_shape(run)
-    weights = random_weights(shape, architecture, torch.Generator().manual_seed(2), **options)
-    whole = [sample(run, number) for number in range(run.train.global_batch)]
-    tokens, labels, mask = (torch.stack([s[name] for s in whole]) for name in ("tokens", "labels", "loss_mask"))
-    total, count = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
-    (total / count).backward()
-    plain = {name: weight.detach() for name, weight in weights.items()}
-    ranks = run_workers(world_size, gradients, run, plain)
-    expected = {n: w.grad if w.grad is not None else torch.zeros_like(w) for n, w in weights.items()}
+    weights, expected, mean, count = reference_step(run, architecture, options)
+    ranks = run_workers(world_size, gradients, run, weights)
     for loss, valid, _, _ in ranks:
         assert valid == count
-        assert loss == pytest.approx(float(total.detach()) / count, rel=1e-10)
+        assert loss == pytest.approx(mean, rel=1e-10)
     assert_close(assemble([found for *_, found in ranks]), expected, 1e-10)
     norm = math.sqrt(sum(float(grad.square().sum()) for grad in expected.values()))
     for _, _, found_norm, _ in ranks:
