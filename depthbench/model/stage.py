@@ -4,8 +4,10 @@ a model chunk. It takes the place of `GPTModel` and `TransformerBlock`, which fi
 Shapes: S sequence (this rank's share under sequence parallelism), B microbatch, D hidden, W local vocabulary.
 """
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from megatron.core.enums import ModelType
 from torch import Tensor, nn
@@ -107,6 +109,19 @@ class DecoderStage(nn.Module):
         if span.has_head:
             self.readout = residual.readout(context.megatron.params_dtype)
             self.head = column_linear([table], context, rows=padded, own_weight=not config.tie_embeddings)
+        for readers in self._regions():
+            residual.share(readers)
+
+    def _regions(self) -> list[dict[int, nn.Module]]:
+        """The depth state's readers, by sublayer, in groups between which a checkpoint saves the state."""
+        regions: list[dict[int, nn.Module]] = []
+        for block in cast(Iterable[Block], self.blocks.values()):
+            regions.append({2 * block.index: block.attention_residual, 2 * block.index + 1: block.mlp_residual})
+        if self.span.has_head:
+            regions.append({2 * self.span.num_layers: self.readout})
+        if self.recompute is Recompute.NONE:
+            return [dict(ChainMap(*regions))]
+        return regions
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """The schedule's way to hand over what the previous stage sent; the first stage gets None."""

@@ -3,80 +3,74 @@
 Sources are the embedding b_0 and the finished blocks b_n, each the sum of the raw outputs of `sublayers_per_block`
 sublayers; within a block the running sum is one more source. There is no running residual.
 
-    z_k = depth_attention(sources, query_k, gain_k)       read:  norm(z_k)       write:  sum <- sum + F(norm(z_k))
+    z_k = depth_attention(sources, query_k * gain_k / temperature)      read:  norm(z_k)
+                                                                        write:  sum <- sum + F(norm(z_k))
 
 Sublayer 0 reads the embedding itself and has no query. The output is one more read over all sources, then the final
 norm. With zero queries (their initial value) the model equals Pre-LN up to eps. One-sublayer blocks are Full AttnRes.
+Readers of one group attend over the sources they share at once, when the first of them reads (two-phase form).
 
 Source: arXiv 2603.15031 Eq. 2-6; DepthBench `attnres`. State: live `sum` [S, B, D] inside a block, history `source.n`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .depth_attention import depth_attention
+from .depth_read import DepthRead, link
 from .norms import RMSNorm
-from .parameters import constant, residual_parameter
 from .protocol import Connection, Cost, Read, Residual, Shape
 from .state import DepthState, StateSpec, TensorSpec
 
 
 @dataclass(frozen=True)
 class BlockAttnResConfig:
-    """Give the block length in sublayers or the number of blocks (then it is ceil(2L / num_blocks)).
-
-    read_norm_eps: pre-norms that follow a depth read, and the final norm. norm_eps: the pre-norm of sublayer 0.
-    """
+    """Give the block length in sublayers or the number of blocks (then it is ceil(2L / num_blocks))."""
 
     sublayers_per_block: int | None = None
     num_blocks: int | None = None
+    temperature: float = 1.0  # divides the logits
+    key_norm: bool = True  # false: keys are the sources themselves, and there is no gain
     key_norm_eps: float = 1e-5
-    read_norm_eps: float = 1e-5
-    norm_eps: float = 1e-6
+    read_norm_eps: float = 1e-5  # of the pre-norms that follow a depth read, and of the final norm
+    norm_eps: float = 1e-6  # of the pre-norm of sublayer 0
 
-
-class DepthRead(nn.Module):
-    """The learned query and key norm of one read."""
-
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.query = residual_parameter((width,), constant(0.0), dtype=dtype, keep_float32=True)
-        self.key_norm = residual_parameter((width,), constant(1.0), dtype=dtype, keep_float32=True)
-
-    def forward(self, state: DepthState) -> Tensor:
-        return depth_attention([*state.history.values(), *state.live.values()], self.query, self.key_norm, self.eps)
+    def depth_read(self, sublayer: int, width: int, dtype: torch.dtype) -> DepthRead:
+        return DepthRead(sublayer, width, self.key_norm_eps if self.key_norm else None, self.temperature, dtype)
 
 
 class BlockAttnResConnection(Connection):
     def __init__(self, sublayer: int, block_length: int, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype):
         super().__init__()
         self.finished_block = (sublayer + 1) // block_length if (sublayer + 1) % block_length == 0 else None
-        self.depth_read = DepthRead(width, cfg.key_norm_eps, dtype) if sublayer else None
+        self.depth_read = cfg.depth_read(sublayer, width, dtype) if sublayer else None
         self.norm = RMSNorm(width, cfg.read_norm_eps if sublayer else cfg.norm_eps, dtype)
 
     def read(self, state: DepthState) -> Read:
-        mixed = self.depth_read(state) if self.depth_read else state.history["source.0"]
-        return Read(self.norm(mixed))
+        if self.depth_read is None:
+            return Read(self.norm(state.history["source.0"]), carry={})
+        mixed, ahead = self.depth_read.mix(state)
+        return Read(self.norm(mixed), carry=ahead)
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         total = state.live["sum"] + y if state.live else y
         if self.finished_block is None:
-            return DepthState({"sum": total}, state.history)
-        return DepthState({}, {**state.history, f"source.{self.finished_block}": total})
+            return DepthState({"sum": total}, state.history, read.carry)
+        return DepthState({}, {**state.history, f"source.{self.finished_block}": total}, read.carry)
 
 
 class BlockAttnResReadout(nn.Module):
-    def __init__(self, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype) -> None:
+    def __init__(self, sublayer: int, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.depth_read = DepthRead(width, cfg.key_norm_eps, dtype)
+        self.depth_read = cfg.depth_read(sublayer, width, dtype)
         self.norm = RMSNorm(width, cfg.read_norm_eps, dtype)
 
     def forward(self, state: DepthState) -> Tensor:
-        normalised: Tensor = self.norm(self.depth_read(state))
+        normalised: Tensor = self.norm(self.depth_read.mix(state)[0])
         return normalised
 
 
@@ -102,7 +96,18 @@ class BlockAttnRes(Residual, name="block_attnres"):
         return BlockAttnResConnection(sublayer, self.block_length, self.shape.hidden_size, self.config, dtype)
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
-        return BlockAttnResReadout(self.shape.hidden_size, self.config, dtype)
+        return BlockAttnResReadout(self.shape.num_sublayers, self.shape.hidden_size, self.config, dtype)
+
+    def share(self, readers: Mapping[int, Any]) -> None:
+        """Groups of about sqrt(2L) reads, whole blocks each: fewest passes over sources where blocks are short."""
+        length = self.block_length * max(1, round(math.sqrt(self.shape.num_sublayers) / self.block_length))
+        groups: dict[int, list[DepthRead]] = {}
+        for sublayer, reader in sorted(readers.items()):
+            if reader.depth_read is not None:
+                # the last read, over all sources, has the last sublayer's group
+                number = min(sublayer, self.shape.num_sublayers - 1) // length
+                groups.setdefault(number, []).append(reader.depth_read)
+        link(groups.values())
 
     def state_at(self, sublayer: int) -> StateSpec:
         width = (self.shape.hidden_size,)
@@ -113,7 +118,8 @@ class BlockAttnRes(Residual, name="block_attnres"):
 
     def num_parameters(self) -> int:
         total, width = self.shape.num_sublayers, self.shape.hidden_size
-        return (total + 1) * width + 2 * total * width  # norms, then query and key norm of all reads but the first
+        each_read = 2 if self.config.key_norm else 1  # query and key gain
+        return (total + 1) * width + each_read * total * width  # norms, then all reads but sublayer 0's
 
     def num_sources(self, sublayer: int) -> int:
         state = self.state_at(sublayer)

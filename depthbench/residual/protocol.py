@@ -120,6 +120,11 @@ class Residual(ABC):
     def readout(self, dtype: torch.dtype) -> nn.Module:
         """Module: DepthState -> [S, B, D], the normalised input of the LM head."""
 
+    def share(self, readers: Mapping[int, nn.Module]) -> None:
+        """Lets readers that run one after the other, in one stage and without a checkpoint between them, share work.
+        readers: connections by sublayer, and the readout at 2L where it belongs to them."""
+        return None  # most have nothing to share
+
     # -- its description ------------------------------------------------------------------------------------------
     @abstractmethod
     def state_at(self, sublayer: int) -> StateSpec:

@@ -6,8 +6,10 @@ values). A pipeline edge always carries the live ones, and of the history only w
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,10 +19,14 @@ class DepthState(NamedTuple):
 
     Tensors are [S, B, ...]: S this rank's tokens (a TP-th of the sequence under sequence parallelism, unless the
     tensor is sharded by head), B the microbatch.
+
+    ahead: what a sublayer has computed for later ones of the same stage, by their number. It never crosses an edge: a
+    reader that finds nothing there computes for itself.
     """
 
     live: dict[str, Tensor]
     history: dict[str, Tensor]
+    ahead: Mapping[int, Any] = MappingProxyType({})
 
 
 class Placement(enum.Enum):

@@ -41,7 +41,7 @@ def gradients(function: Any, tensors: list[Tensor], upstream: Tensor) -> tuple[T
 
 
 def ours(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:
-    return depth_attention(sources, query, gain, EPS)
+    return depth_attention(sources, query * gain, EPS)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e3])  # eps is felt; eps is not; large sources
@@ -58,13 +58,13 @@ def test_float64(count: int, scale: float) -> None:
 
 def test_gradcheck() -> None:
     tensors = leaves(4, width=5)
-    torch.autograd.gradcheck(lambda *t: depth_attention(t[:-2], t[-2], t[-1], EPS), tensors)
+    torch.autograd.gradcheck(lambda *t: depth_attention(t[:-2], t[-2] * t[-1], EPS), tensors)
 
 
 def test_only_needed_gradients_are_made() -> None:
     """A source that is a constant, and one that is used twice."""
     first, second, query, gain = leaves(2)
-    mixed = depth_attention([first.detach(), second, second], query, gain, EPS)
+    mixed = depth_attention([first.detach(), second, second], query * gain, EPS)
     mixed.square().sum().backward()
     wanted = torch.autograd.grad(naive([first.detach(), second, second], query, gain).square().sum(), second)[0]
     assert first.grad is None
@@ -76,7 +76,7 @@ def test_extreme_logits() -> None:
     """Logits in the thousands: the largest wins, and nothing is lost to overflow."""
     sources = [torch.full((1, 1, D), value, dtype=torch.float64) for value in (-1.0, 1.0, 2.0)]
     query, gain = torch.full((D,), 100.0, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
-    mixed = depth_attention(sources, query, gain, 0.0)
+    mixed = depth_attention(sources, query * gain, 0.0)
     torch.testing.assert_close(mixed, torch.full((1, 1, D), 1.5, dtype=torch.float64))
 
 
@@ -102,8 +102,10 @@ def saved(count: int) -> tuple[int, list[Tensor]]:
     *sources, query, gain = leaves(count, dtype=torch.bfloat16)
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        depth_attention(sources, query, gain, EPS)
-    given = {tensor.untyped_storage().data_ptr() for tensor in (*sources, query, gain)}
+        w = query * gain
+        kept.clear()
+        depth_attention(sources, w, EPS)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*sources, w)}
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     return sum(size for place, size in own.items() if place not in given), kept
 

@@ -63,7 +63,7 @@ def test_a_single_source_leaves_its_read_without_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(5, 2, 12, generator=generator, dtype=torch.float64, requires_grad=True)
     query, gain = (torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True) for _ in "qg")
-    mixed = depth_attention([source], query, gain, 1e-5)
+    mixed = depth_attention([source], query * gain, 1e-5)
     assert torch.equal(mixed, source)
     upstream = torch.randn(mixed.shape, generator=generator, dtype=torch.float64)
     mixed.backward(upstream)

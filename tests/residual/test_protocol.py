@@ -75,7 +75,7 @@ Seen = dict[int, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def describe(state: DepthState) -> tuple[dict[str, Any], dict[str, Any]]:
-    live, history = ({name: (tuple(t.shape), t.dtype) for name, t in part.items()} for part in state)
+    live, history = ({name: (tuple(t.shape), t.dtype) for name, t in part.items()} for part in state[:2])
     return live, history
 
 
@@ -145,8 +145,9 @@ def unread(rank: int, world_size: int, store: str, run: RunConfig) -> list[str]:
     state = start(stage, sample(run, 0)["tokens"].unsqueeze(0))
     useless = []
     for k in range(2 * run.model.num_layers + 1):
-        state = DepthState(*({n: t.detach().requires_grad_() for n, t in part.items()} for part in state))
-        leaves = dict(chain(*(part.items() for part in state)))
+        live, history = ({n: t.detach().requires_grad_() for n, t in part.items()} for part in state[:2])
+        state = DepthState(live, history)
+        leaves = dict(chain(*(part.items() for part in state[:2])))
         logits_from(stage, k, state).square().sum().backward()
         useless += [f"{n} before sublayer {k}" for n, t in leaves.items() if t.grad is None or not t.grad.any()]
         if k < 2 * run.model.num_layers:
