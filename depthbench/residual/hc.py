@@ -22,6 +22,7 @@ from .norms import RMSNorm
 from .parameters import constant, fixed, residual_parameter
 from .protocol import Connection, Cost, Read
 from .state import DepthState
+from .stream_mixing import read_streams, rms_projection, write_streams
 from .streams import StreamResidual
 
 
@@ -52,21 +53,16 @@ class HCConnection(Connection):
     def read(self, state: DepthState) -> Read:
         streams_SBND = state.live["streams"]
         dtype = torch.promote_types(streams_SBND.dtype, torch.float32)
-        wide_SBND = streams_SBND.to(dtype)
-        rows_SBND = wide_SBND * torch.rsqrt(wide_SBND.square().mean(-1, keepdim=True) + self.row_norm_eps)
-        alpha_SBNM = self.static_alpha.to(dtype) + self.dynamic_alpha_scale.to(dtype) * torch.tanh(
-            rows_SBND @ self.dynamic_alpha.to(dtype)
-        )
-        beta_SBN = self.static_beta.to(dtype) + self.dynamic_beta_scale.to(dtype) * torch.tanh(
-            rows_SBND @ self.dynamic_beta.to(dtype)
-        )
-        mixed_SBMD = (alpha_SBNM.mT @ wide_SBND).to(streams_SBND.dtype)
-        return Read(self.norm(mixed_SBMD[..., 0, :]), carry=(mixed_SBMD[..., 1:, :], beta_SBN))
+        dynamic_DM = torch.cat([self.dynamic_alpha, self.dynamic_beta.unsqueeze(-1)], -1).to(dtype)
+        tanh_SBNM = torch.tanh(rms_projection(streams_SBND, dynamic_DM, self.row_norm_eps))
+        alpha_SBNM = self.static_alpha.to(dtype) + self.dynamic_alpha_scale.to(dtype) * tanh_SBNM[..., :-1]
+        beta_SBN = self.static_beta.to(dtype) + self.dynamic_beta_scale.to(dtype) * tanh_SBNM[..., -1]
+        hidden_SBD = read_streams(streams_SBND, alpha_SBNM[..., 0])
+        return Read(self.norm(hidden_SBD), carry=(alpha_SBNM[..., 1:].mT, beta_SBN))
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
-        mixed_SBND, beta_SBN = read.carry
-        streams_SBND = mixed_SBND + (beta_SBN.unsqueeze(-1) * y.unsqueeze(-2)).to(y.dtype)
-        return DepthState({"streams": streams_SBND}, {})
+        mix_SBNN, beta_SBN = read.carry
+        return DepthState({"streams": write_streams(state.live["streams"], mix_SBNN, beta_SBN, y)}, {})
 
 
 class HCReadout(nn.Module):

@@ -23,13 +23,14 @@ from .state import DepthState
 @dataclass(frozen=True)
 class KEELConfig:
     norm_eps: float = 1e-6
+    post_norm_eps: float = 1e-6  # of the norm over h and the branch
 
 
 class KEELConnection(PreLNConnection):
-    def __init__(self, alpha: float, width: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__(width, eps, dtype)
+    def __init__(self, alpha: float, width: int, cfg: KEELConfig, dtype: torch.dtype) -> None:
+        super().__init__(width, cfg.norm_eps, dtype)
         self.alpha = alpha
-        self.post_norm = RMSNorm(width, eps, dtype)
+        self.post_norm = RMSNorm(width, cfg.post_norm_eps, dtype)
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         return DepthState({"h": self.post_norm(self.alpha * state.live["h"] + y)}, {})
@@ -40,10 +41,10 @@ class KEEL(HiddenResidual, name="keel"):
     config: KEELConfig
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
-        width, eps = self.shape.hidden_size, self.config.norm_eps
+        width = self.shape.hidden_size
         if sublayer == 0:
-            return PreLNConnection(width, eps, dtype)
-        return KEELConnection(1.0 if sublayer == 1 else self.shape.num_sublayers, width, eps, dtype)
+            return PreLNConnection(width, self.config.norm_eps, dtype)
+        return KEELConnection(1.0 if sublayer == 1 else self.shape.num_sublayers, width, self.config, dtype)
 
     def num_parameters(self) -> int:
         return 2 * self.shape.num_sublayers * self.shape.hidden_size  # two a sublayer but the first's, and the readout

@@ -6,10 +6,10 @@ With x [nD] the streams H [n, D] in a row, and m = x phi / sqrt(mean(x^2) + eps)
     read:  norm(sum_s pre_s H_s)          write:  H_t <- sum_s R[t, s] H_s + post_t F(...)
 
 All streams start as the embedding; the readout is norm(mean of streams). Initially sublayer k reads stream k mod n,
-writes to all with weight 1, and R is nearly the identity (DepthBench's "GAP-8" biases); attention-out and MLP-down
-weights are divided by sqrt(n).
+writes to all with weight 1, and R is nearly the identity (DepthBench's "GAP-8" biases; `near_uniform`: an older
+revision's, with pre = 1/2, R = 1/n and a random phi); attention-out and MLP-down weights are divided by sqrt(n).
 
-Source: arXiv 2512.24880; DepthBench `mhc` (Liger kernel order of Sinkhorn). State: live `streams` [S, B, N, D].
+Source: arXiv 2512.24880; DepthBench `mhc` (`liger_mhc`). State: live `streams` [S, B, N, D].
 Shapes: S tokens, B microbatch, N streams, D hidden.
 """
 
@@ -21,35 +21,28 @@ import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
-from .parameters import Init, constant, fixed, residual_parameter
+from .parameters import Init, constant, fixed, residual_parameter, truncated_normal
 from .protocol import Connection, Cost, Read, Shape
+from .sinkhorn import sinkhorn
 from .state import DepthState
+from .stream_mixing import read_streams, rms_projection, write_streams
 from .streams import StreamResidual
 
 GAP = 8.0  # between the initial bias of the stream that is read, or kept, and the others'
+PHI_STD = 0.02  # of phi with near-uniform routing
 
 
 @dataclass(frozen=True)
 class MHCConfig:
-    """coefficient_eps: of the streams' joint norm. sinkhorn_eps: added to its first softmax and every denominator."""
-
     num_streams: int = 4
     sinkhorn_iterations: int = 20
+    sinkhorn_order: Literal["rows_first", "columns_first"] = "rows_first"  # columns_first: the paper's
+    sinkhorn_eps: float = 1e-6  # added after the first normalisation, and to every later denominator
+    # gap8: read and keep one stream, nearly Pre-LN. near_uniform: average all; the paper's learning-rate sweep
+    init: Literal["gap8", "near_uniform"] = "gap8"
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
     norm_eps: float = 1e-6
-    coefficient_eps: float = 1e-6
-    sinkhorn_eps: float = 1e-6
-
-
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., n, n] -> nearly doubly stochastic: a softmax of the rows, then columns and rows are normalised in turn, the
-    columns last. Columns then sum to 1, rows nearly (conventions 8)."""
-    matrix = torch.softmax(logits, -1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return matrix
+    coefficient_eps: float = 1e-6  # of the streams' joint norm
 
 
 class MHCConnection(Connection):
@@ -60,7 +53,10 @@ class MHCConnection(Connection):
         read_bias = torch.full((n,), -GAP)
         read_bias[sublayer % n] = GAP
         bias = torch.cat([read_bias, torch.zeros(n), (GAP * (torch.eye(n) - 1)).flatten()])
-        self.phi = residual_parameter((n * width, n * n + 2 * n), constant(0.0), dtype=dtype)
+        initial_phi = constant(0.0)
+        if cfg.init == "near_uniform":
+            bias, initial_phi = torch.zeros_like(bias), truncated_normal(PHI_STD)
+        self.phi = residual_parameter((n * width, n * n + 2 * n), initial_phi, dtype=dtype)
 
         def fixed_routing(shape: tuple[int, ...], init: Init) -> nn.Parameter:
             return residual_parameter(shape, init, dtype=dtype, decay=False, keep_float32=True)
@@ -75,22 +71,19 @@ class MHCConnection(Connection):
         streams_SBND, cfg = state.live["streams"], self.cfg
         n = cfg.num_streams
         dtype = torch.promote_types(streams_SBND.dtype, torch.float32)
-        wide_SBND = streams_SBND.to(dtype)
-        x = wide_SBND.flatten(-2)
-        m = (x @ self.phi.to(dtype)) * torch.rsqrt(x.square().mean(-1, keepdim=True) + cfg.coefficient_eps)
+        m = rms_projection(streams_SBND.flatten(-2), self.phi.to(dtype), cfg.coefficient_eps)
         m_pre, m_post, m_res = m.split([n, n, n * n], -1)
         b_pre, b_post, b_res = self.bias.to(dtype).split([n, n, n * n])
         pre_SBN = torch.sigmoid(self.scale_pre.to(dtype) * m_pre + b_pre)
         post_SBN = 2 * torch.sigmoid(self.scale_post.to(dtype) * m_post + b_post)
         logits_SBNN = (self.scale_res.to(dtype) * m_res + b_res).unflatten(-1, (n, n))
-        mixing_SBNN = sinkhorn(logits_SBNN, cfg.sinkhorn_iterations, cfg.sinkhorn_eps)
-        hidden_SBD = (pre_SBN.unsqueeze(-2) @ wide_SBND).squeeze(-2).to(streams_SBND.dtype)
-        return Read(self.norm(hidden_SBD), carry=(mixing_SBNN, post_SBN))
+        rows_first = cfg.sinkhorn_order == "rows_first"
+        mixing_SBNN = sinkhorn(logits_SBNN, cfg.sinkhorn_iterations, cfg.sinkhorn_eps, rows_first=rows_first)
+        return Read(self.norm(read_streams(streams_SBND, pre_SBN)), carry=(mixing_SBNN, post_SBN))
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         mixing_SBNN, post_SBN = read.carry
-        mixed_SBND = mixing_SBNN @ state.live["streams"].to(mixing_SBNN.dtype)
-        return DepthState({"streams": (mixed_SBND + post_SBN.unsqueeze(-1) * y.unsqueeze(-2)).to(y.dtype)}, {})
+        return DepthState({"streams": write_streams(state.live["streams"], mixing_SBNN, post_SBN, y)}, {})
 
 
 class MHCReadout(nn.Module):

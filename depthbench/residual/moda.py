@@ -1,42 +1,47 @@
-"""Mixture-of-Depths Attention, pre-norm form: attention also looks back through depth.
+"""Mixture-of-Depths Attention: attention also looks back through depth.
 
-The residual itself is Pre-LN. Attention of block i >= 1 runs one joint softmax over this layer's keys of earlier tokens
+    pre-norm (default):  h <- h + F(norm(h))        post-norm:  h <- norm(h + F(h))
+
+Attention of block i >= 1 runs one joint softmax over this layer's keys of earlier tokens
 and, at the same token, over the keys that every earlier sublayer left behind:
 
     softmax(q_t [K_{s<=t} ; D_{slot<2i, t}] / sqrt(head_dim)) [V ; DV]
 
 Attention of block i leaves its own keys (before RoPE) and values in slot 2i; its MLP leaves two extra projections of
-its normalised input in slot 2i + 1 (not in the last block, whose slots nobody reads).
+its input in slot 2i + 1 (not in the last block, whose slots nobody reads). The readout is norm(h) in both forms.
 
-Source: arXiv 2603.15619; DepthBench `moda`. State: live h [S, B, D], history `key.slot` and `value.slot`
-[S, B, H_kv, K], which tensor-parallel ranks share by key/value head.
+Source: arXiv 2603.15619; DepthBench `moda`, `post_norm_moda`. State: live h [S, B, D], history `key.slot` and
+`value.slot` [S, B, H_kv, K], which tensor-parallel ranks share by key/value head.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
-from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read
+from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Shape
 from .state import DepthState, Placement, StateSpec, TensorSpec
 
 
 @dataclass(frozen=True)
 class MoDAConfig:
+    norm: Literal["pre", "post"] = "pre"
     norm_eps: float = 1e-6
 
 
 class MoDAConnection(Connection):
-    def __init__(self, sublayer: int, leaves_slot: bool, width: int, head_dim: int, eps: float, dtype: torch.dtype):
+    def __init__(self, sublayer: int, leaves_slot: bool, shape: Shape, cfg: MoDAConfig, dtype: torch.dtype):
         super().__init__()
-        self.sublayer, self.leaves_slot, self.head_dim = sublayer, leaves_slot, head_dim
-        self.norm = RMSNorm(width, eps, dtype)
+        self.sublayer, self.leaves_slot, self.head_dim = sublayer, leaves_slot, shape.head_dim
+        self.post_norm = cfg.norm == "post"
+        self.norm = RMSNorm(shape.hidden_size, cfg.norm_eps, dtype)
 
     def read(self, state: DepthState) -> Read:
-        hidden = self.norm(state.live["h"])
+        hidden = state.live["h"] if self.post_norm else self.norm(state.live["h"])
         is_mlp = self.sublayer % 2 == 1
         if is_mlp or self.sublayer == 0:
             return Read(hidden)
@@ -45,7 +50,8 @@ class MoDAConnection(Connection):
         return Read(hidden, DepthKV(keys, tuple(state.history[f"value.{slot}"] for slot in slots)))
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
-        live = {"h": state.live["h"] + y}
+        total = state.live["h"] + y
+        live = {"h": self.norm(total) if self.post_norm else total}
         if not self.leaves_slot:
             return DepthState(live, {})  # the last block: its attention was the slots' last reader
         if self.sublayer % 2 == 1:
@@ -64,9 +70,7 @@ class MoDA(HiddenResidual, name="moda"):
         return sublayer // 2 < self.shape.num_layers - 1
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
-        shape = self.shape
-        leaves_slot = self._leaves_slot(sublayer)
-        return MoDAConnection(sublayer, leaves_slot, shape.hidden_size, shape.head_dim, self.config.norm_eps, dtype)
+        return MoDAConnection(sublayer, self._leaves_slot(sublayer), self.shape, self.config, dtype)
 
     def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
         if not self._leaves_slot(2 * block + 1):

@@ -22,12 +22,13 @@ from .state import DepthState
 @dataclass(frozen=True)
 class SandwichLNConfig:
     norm_eps: float = 1e-6
+    post_norm_eps: float = 1e-6  # of the norm after the branch
 
 
 class SandwichLNConnection(PreLNConnection):
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__(width, eps, dtype)
-        self.post_norm = RMSNorm(width, eps, dtype)
+    def __init__(self, width: int, cfg: SandwichLNConfig, dtype: torch.dtype) -> None:
+        super().__init__(width, cfg.norm_eps, dtype)
+        self.post_norm = RMSNorm(width, cfg.post_norm_eps, dtype)
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         return DepthState({"h": state.live["h"] + self.post_norm(y)}, {})
@@ -38,7 +39,7 @@ class SandwichLN(HiddenResidual, name="sandwich_ln"):
     config: SandwichLNConfig
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
-        return SandwichLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)
+        return SandwichLNConnection(self.shape.hidden_size, self.config, dtype)
 
     def num_parameters(self) -> int:
         return (2 * self.shape.num_sublayers + 1) * self.shape.hidden_size
