@@ -7,10 +7,12 @@ from torch import Tensor
 
 from depthbench.config.load import typed
 from depthbench.config.schema import RunConfig
-from depthbench.model.build import build_stage
+from depthbench.model.build import build_stage, build_stages
 from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
 from depthbench.parallel.placement import logical_shards
+from depthbench.pipeline.build import make_transport
+from depthbench.training.wrapped import WrappedModel, wrap
 from tests.harness import join_world
 from tests.reference import Shape
 
@@ -48,7 +50,7 @@ def small_run(architecture: str, residual: dict[str, Any] | None = None, **secti
         "train": {"steps": 5, "global_batch": 4, "micro_batch": 2, "precision": "fp64"},
     }
     settings: dict[str, Any] = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base}
-    settings["checkpoint"], settings["log"] = sections.get("checkpoint", {}), sections.get("log", {})
+    settings |= {name: sections.get(name, {}) for name in ("pipeline", "checkpoint", "log")}
     return typed({"name": "small", **settings, "residual": {"architecture": architecture, **(residual or {})}})
 
 
@@ -76,6 +78,14 @@ def reference_name(name: str) -> str:
 def start_stage(rank: int, world_size: int, store: str, run: RunConfig) -> DecoderStage:
     join_world(rank, world_size, store)
     return build_stage(run, startup.start(run))
+
+
+def start_model(rank: int, world_size: int, store: str, run: RunConfig) -> WrappedModel:
+    """This rank's chunks as the trainer builds and wraps them."""
+    join_world(rank, world_size, store)
+    context = startup.start(run)
+    transport = make_transport(run, context)
+    return wrap(run, build_stages(run, context, transport), transport)
 
 
 @torch.no_grad()

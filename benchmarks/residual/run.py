@@ -30,8 +30,9 @@ from depthbench.config.schema import RunConfig
 from depthbench.data.loader import Batch
 from depthbench.model.build import build_stage
 from depthbench.parallel import startup
-from depthbench.training.optimizer import Optimizer, wrap
+from depthbench.training.optimizer import Optimizer
 from depthbench.training.step import run_microbatches
+from depthbench.training.wrapped import wrap
 
 RESIDUALS = Path(__file__).parents[2] / "configs/residual"
 BASE = "pre_ln"
@@ -68,7 +69,7 @@ class Trainee:
 
     def __init__(self, run: RunConfig, context: Any) -> None:
         stage = build_stage(run, context).to(torch.cuda.current_device())
-        self.ddp = wrap(run, stage)
+        self.ddp = wrap(run, [stage])
         self.optimizer = Optimizer(run, self.ddp)
         generator = torch.Generator().manual_seed(0)
         size = (run.train.micro_batch, run.model.sequence_length + 1)
@@ -80,7 +81,7 @@ class Trainee:
         synchronize()
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        run_microbatches(self.ddp, iter([self.batch]), 1, forward_only=False)
+        run_microbatches(self.ddp, [self.batch], forward_only=False)
         self.optimizer.apply(1e-4, self.optimizer.prepare())
         synchronize()
         return time.perf_counter() - start

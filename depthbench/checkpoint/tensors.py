@@ -11,7 +11,7 @@ and its reshardable one corrupts moments when a bucket other than the last is pa
 checkpoint can be loaded under every layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,8 @@ def _boxes(
     context = stage.context
     # every tensor-parallel rank holds all of a parameter that is not divided; the first one writes it
     replica = dp_replica + (context.tp_rank * context.dp_size if spec_of(name, parameter).shard_axis is None else 0)
+    if stage.tied_copy and parameter is stage.shared_embedding_or_output_weight():
+        replica += context.tp_size * context.dp_size  # the stage with the embedding writes it
     shape = tuple(parameter.shape)
     width = parameter.numel() // shape[0] if shape else 1
     for shard in logical_shards(name, parameter, context.tp_rank, context.tp_size):
@@ -92,13 +94,13 @@ def _boxes(
             yield _sharded(key, run[box.begin : box.end].view(box.shape), shard, offset, replica)
 
 
-def model_tensors(stage: DecoderStage) -> list[ShardedTensor]:
-    """The stage's weights, as views: loading into them fills the model."""
-    replica = stage.context.dp_rank
+def model_tensors(stages: Sequence[DecoderStage]) -> list[ShardedTensor]:
+    """The stages' weights, as views: loading into them fills the model."""
     return [
         box
+        for stage in stages
         for name, parameter in stage.named_parameters()
-        for box in _boxes("model", name, parameter, parameter.detach().view(-1), 0, stage, replica)
+        for box in _boxes("model", name, parameter, parameter.detach().view(-1), 0, stage, stage.context.dp_rank)
     ]
 
 
@@ -134,8 +136,7 @@ def _main_weights(inner: Any) -> dict[nn.Parameter, nn.Parameter]:
     }
 
 
-def _owned(optimizer: Optimizer, stage: DecoderStage) -> Iterator[tuple[str, nn.Parameter, _Owned]]:
-    inner = optimizer.inner
+def _owned(inner: Any, stage: DecoderStage) -> Iterator[tuple[str, nn.Parameter, _Owned]]:
     mains = _main_weights(inner)
     for name, parameter in stage.named_parameters():
         if not isinstance(inner, DistributedOptimizer):
@@ -160,12 +161,13 @@ def ensure_moments(optimizer: Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32)
 
 
-def optimizer_tensors(optimizer: Optimizer, stage: DecoderStage) -> list[ShardedTensor]:
+def optimizer_tensors(optimizer: Optimizer) -> list[ShardedTensor]:
     """Moments and, where weights have float32 masters, those: as views of the optimizer's own tensors."""
     ensure_moments(optimizer)
     adam = optimizer.torch_optimizer
     found: list[ShardedTensor] = []
-    for name, parameter, own in _owned(optimizer, stage):
+    owned = ((stage, *each) for stage in optimizer.model.stages for each in _owned(optimizer.inner, stage))
+    for stage, name, parameter, own in owned:
         kept = {moment: adam.state[own.main][moment] for moment in MOMENTS}
         if own.main.dtype != parameter.dtype:
             kept["master"] = own.main

@@ -39,6 +39,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How stages work together where `parallel.pipeline` is above 1."""
+
+    blocks_per_chunk: list[int] | None = None  # blocks of each chunk in depth order; null: evenly
+    microbatch_group: int | None = None  # microbatches a chunk runs before the next chunk; null: as many as stages
+    overlap_p2p: bool = False  # send and receive behind computation (needs parallel.virtual_pipeline)
+    history_cache: bool = True  # a stage keeps history for its later chunks; false: it is sent again each time
+    timeout: float | None = 1800.0  # seconds to wait for a message before the run is given up; null: for ever
+    check_headers: bool | None = None  # read what each message says it is; null: on a CPU (on a GPU that is a wait)
+
+
+@dataclass(frozen=True)
 class DataSource:
     """One prepared corpus: path prefix of its .bin and .idx, and its share of a blend."""
 
@@ -126,6 +138,7 @@ class RunConfig:
     data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     seed: int = 0  # initial weights and data order

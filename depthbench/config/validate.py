@@ -1,6 +1,7 @@
 """Checks that span sections, made before any process group starts."""
 
 from depthbench.errors import UserError
+from depthbench.pipeline.layout import Layout, layout
 from depthbench.residual import Residual, architecture
 
 from .schema import Precision, RunConfig, not_negative, positive
@@ -15,6 +16,60 @@ def residual_of(run: RunConfig) -> Residual:
         return architecture(run.architecture)(run.residual, run.model.residual_shape)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def layout_of(run: RunConfig) -> Layout:
+    """Which blocks each stage holds.
+
+    Raises UserError where they do not divide as the settings say.
+    """
+    parallel = run.parallel
+    try:
+        return layout(run.model.num_layers, parallel.pipeline, parallel.virtual_pipeline, run.pipeline.blocks_per_chunk)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def microbatch_group(run: RunConfig) -> int:
+    return run.pipeline.microbatch_group or run.parallel.pipeline
+
+
+def _check_schedule(run: RunConfig, replicas: int) -> None:
+    """What Megatron-Core's pipeline schedules refuse, some of them only in the middle of a step."""
+    parallel, pipeline, train = run.parallel, run.pipeline, run.train
+    positive("pipeline", timeout=pipeline.timeout, microbatch_group=pipeline.microbatch_group)
+    interleaved = parallel.virtual_pipeline > 1
+    if pipeline.overlap_p2p and not interleaved:
+        raise UserError(
+            "pipeline.overlap_p2p=true needs the interleaved schedule: parallel.virtual_pipeline is "
+            f"{parallel.virtual_pipeline}; set it to 2 or more, or pipeline.overlap_p2p=false"
+        )
+    if pipeline.microbatch_group and not interleaved:
+        raise UserError(
+            f"pipeline.microbatch_group={pipeline.microbatch_group} needs the interleaved schedule: "
+            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}"
+        )
+    count, stages = train.global_batch // (train.micro_batch * replicas), parallel.pipeline
+    named = (
+        f"{count} microbatches a step (train.global_batch={train.global_batch} / train.micro_batch="
+        f"{train.micro_batch} / {replicas} data-parallel ranks)"
+    )
+    if count < stages:
+        raise UserError(
+            f"{named} are fewer than parallel.pipeline={stages} stages, most of which would idle; "
+            f"set train.global_batch={train.micro_batch * replicas * stages} or more"
+        )
+    if not interleaved:
+        return
+    group = microbatch_group(run)
+    if not stages <= group <= count:
+        raise UserError(f"pipeline.microbatch_group={group} must lie between {stages} stages and {named}")
+    if 0 < count % group < stages:
+        raise UserError(
+            f"{named} leave a last group of {count % group} after groups of pipeline.microbatch_group={group}; the "
+            f"schedule wants none or at least parallel.pipeline={stages}: set train.global_batch="
+            f"{train.micro_batch * replicas * (count - count % group)}, or another group"
+        )
 
 
 def data_parallel(run: RunConfig, world_size: int) -> int:
@@ -51,6 +106,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
             f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} x "
             f"{replicas} data-parallel ranks = {train.micro_batch * replicas}"
         )
+    if run.parallel.pipeline > 1:
+        _check_schedule(run, replicas)
 
 
 def _check_ranges(run: RunConfig) -> None:
@@ -84,11 +141,7 @@ def _check_layout(run: RunConfig) -> None:
             "token-wise and would allow it, but causal attention over a divided sequence (and MoDA's joint softmax) "
             "needs ring attention that this backbone does not have; use parallel.tensor with parallel.sequence"
         )
-    if parallel.pipeline > 1 or parallel.virtual_pipeline > 1:
-        raise UserError(
-            f"parallel.pipeline={parallel.pipeline}, parallel.virtual_pipeline={parallel.virtual_pipeline}: this "
-            "version does not carry the depth state between stages yet; use 1, with tensor and data parallelism"
-        )
+    layout_of(run)
     for name, count in (
         ("num_attention_heads", model.num_attention_heads),
         ("num_kv_heads", model.kv_heads),

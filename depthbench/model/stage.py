@@ -6,8 +6,8 @@ Shapes: S sequence (this rank's share under sequence parallelism), B microbatch,
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 from megatron.core.enums import ModelType
 from torch import Tensor, nn
@@ -28,7 +28,15 @@ from .rope import Rope
 VOCAB_MULTIPLE = 128  # rows per rank are padded to this: matmul tiles, and any vocabulary divides over any TP
 
 Observer = Callable[[int, DepthState], None]
-"""Called with the number of the sublayer that has just written, and the state it wrote."""
+"""Called with the number of the sublayer that has just written, -1 for the embedding, and the state it wrote."""
+
+
+class Boundary(Protocol):
+    """How a stage that does not hold the whole model exchanges the depth state (`depthbench.pipeline.boundary`)."""
+
+    def arrive(self, packed: Tensor, microbatch: int) -> DepthState: ...
+
+    def depart(self, state: DepthState, microbatch: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,14 @@ class Block(nn.Module):
         return state
 
 
+class ScheduleSeam:
+    """Where Megatron-Core's schedules leave the number of the microbatch that they are about to run."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+        self.current_microbatch = 0
+
+
 class DecoderStage(nn.Module):
     """Blocks `span.first` to `span.last` of the model; `blocks` is keyed by global number, so names are global.
 
@@ -89,8 +105,15 @@ class DecoderStage(nn.Module):
         span: StageSpan,
         context: ParallelContext,
         recompute: Recompute = Recompute.NONE,
+        boundary: Boundary | None = None,
+        virtual_rank: int | None = None,
     ) -> None:
         super().__init__()
+        # read by Megatron-Core's schedules and reductions, as are config, model_type and decoder
+        self.vp_stage, self.pre_process, self.post_process = virtual_rank, span.has_embedding, span.has_head
+        self.boundary = boundary
+        self.decoder = ScheduleSeam()
+        self.arrived: Tensor | None = None
         self.config = context.megatron  # read by Megatron-Core's schedules and DDP
         self.model_type = ModelType.encoder_or_decoder
         self.model_config, self.residual, self.span, self.context = config, residual, span, context
@@ -106,9 +129,14 @@ class DecoderStage(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(i): Block(i, config, residual, rope, context) for i in range(span.first, span.last)}
         )
+        # a tied head on another stage than the embedding has a copy of its weight, whose gradients are summed
+        self.tied_copy = config.tie_embeddings and span.has_head and not span.has_embedding
         if span.has_head:
             self.readout = residual.readout(context.megatron.params_dtype)
-            self.head = column_linear([table], context, rows=padded, own_weight=not config.tie_embeddings)
+            own_weight = self.tied_copy or not config.tie_embeddings
+            if self.tied_copy:
+                table = replace(table, name="embedding")  # the same logical tensor as the embedding's
+            self.head = column_linear([table], context, rows=padded, own_weight=own_weight)
         for readers in self._regions():
             residual.share(readers)
 
@@ -125,19 +153,38 @@ class DecoderStage(nn.Module):
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """The schedule's way to hand over what the previous stage sent; the first stage gets None."""
-        assert all(tensor is None for tensor in tensors), "a stage that receives state needs the pipeline transport"
+        (self.arrived,) = tensors
 
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Per-token losses [S, B] over all tokens, float32 or better."""
-        state = self.residual.start(self.embed(tokens_BS))
+        """Per-token losses [S, B] over all tokens, float32 or better; of a stage without a head, its message."""
+        microbatch = self.decoder.current_microbatch
+        if self.span.has_embedding:
+            state = self.residual.start(self.embed(tokens_BS))
+            if self.observer:
+                self.observer(-1, state)
+        else:
+            assert self.boundary is not None and self.arrived is not None, "this stage needs what another one sends"
+            state = self.boundary.arrive(self.arrived, microbatch)
+            self.arrived = None
         for index, block in self.blocks.items():
             state = recomputed(block, self.recompute)(state, self.observer)
             if self.block_hook:
                 self.block_hook(int(index), self.residual.probe(state))
+        if not self.span.has_head:
+            assert self.boundary is not None, "this stage needs another one to send to"
+            return self.boundary.depart(state, microbatch)
         logits_SBW = self.logits(state)
         return vocab_parallel_cross_entropy(
             logits_SBW, labels_BS.transpose(0, 1), self.model_config.vocab_size, self.context
         )
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        """With the next method, what Megatron-Core asks of the first and last stage to sum a tied weight's gradient."""
+        return self.tied_copy or (self.model_config.tie_embeddings and not self.span.has_head)
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.embedding.weight if self.span.has_embedding else self.head.weight)
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
         """[S, B, D]."""
@@ -146,6 +193,6 @@ class DecoderStage(nn.Module):
 
     def logits(self, state: DepthState) -> Tensor:
         """[S, B, W], S all tokens; padding rows are not masked."""
-        weight = self.embedding.weight if self.model_config.tie_embeddings else None
+        weight = self.embedding.weight if self.model_config.tie_embeddings and not self.tied_copy else None
         logits: Tensor = self.head(self.readout(state), weight)[0]
         return logits

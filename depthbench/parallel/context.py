@@ -16,6 +16,7 @@ class ParallelContext:
     megatron: "TransformerConfig"
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
     tp_rank: int
     tp_size: int
     dp_rank: int

@@ -28,13 +28,21 @@ def megatron_config(run: RunConfig) -> TransformerConfig:
     model, parallel = run.model, run.parallel
     dtype = DTYPES[run.train.precision]
     return TransformerConfig(
-        num_layers=model.num_layers,
+        # Megatron-Core looks at the number of layers to see that it divides; ours need not
+        num_layers=parallel.pipeline * parallel.virtual_pipeline,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.kv_heads,
         ffn_hidden_size=model.ffn_hidden_size,
         kv_channels=model.head_size,
         tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        pipeline_dtype=dtype,
+        microbatch_group_size_per_vp_stage=run.pipeline.microbatch_group,
+        overlap_p2p_comm=run.pipeline.overlap_p2p,
+        batch_p2p_comm=False,
+        deallocate_pipeline_outputs=True,  # our messages outlive it: pipeline.communicator
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,

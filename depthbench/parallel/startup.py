@@ -67,6 +67,10 @@ def start(run: RunConfig) -> ParallelContext:
         torch.use_deterministic_algorithms(True)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.parallel.tensor,
+        pipeline_model_parallel_size=run.parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            run.parallel.virtual_pipeline if run.parallel.virtual_pipeline > 1 else None
+        ),
         create_gloo_process_groups=False,  # our checkpoints do not use them
     )
     model_parallel_cuda_manual_seed(run.seed)  # Megatron's layers ask for its random-state tracker
@@ -77,6 +81,7 @@ def start(run: RunConfig) -> ParallelContext:
         megatron=megatron,
         tp_group=tp_group,
         dp_group=dp_group,
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
         tp_rank=tp_group.rank(),
         tp_size=tp_group.size(),
         dp_rank=dp_group.rank(),

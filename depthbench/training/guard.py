@@ -1,5 +1,6 @@
 """Guards before an update: non-finite losses and gradients stop the run, gradient spikes skip the step."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -11,6 +12,9 @@ from depthbench.config.schema import TrainConfig
 from depthbench.data.loader import Batch
 from depthbench.model.stage import DecoderStage
 from depthbench.residual.state import DepthState
+
+from .step import run_microbatches
+from .wrapped import WrappedModel
 
 
 class NonFiniteError(RuntimeError):
@@ -48,40 +52,40 @@ def describe(position: int, num_layers: int) -> str:
 
 
 @torch.no_grad()
-def first_bad_layer(stage: DecoderStage, microbatches: Sequence[Batch]) -> str:
+def first_bad_layer(model: WrappedModel, microbatches: Sequence[Batch]) -> str:
     """Run the step's microbatches forward again and name the first place, over all ranks, whose output is not finite.
 
     Every rank must call it with as many microbatches.
     """
-    head = 2 * stage.span.num_layers + 1
+    num_layers = model.stages[0].span.num_layers
+    head = 2 * num_layers + 1
     worst = head + 1
 
     def observe(sublayer: int, state: DepthState) -> None:
         nonlocal worst
-        if not bool(stage.residual.probe(state).isfinite().all()):
+        if not bool(model.stages[0].residual.probe(state).isfinite().all()):
             worst = min(worst, sublayer + 1)
 
-    device = torch.cuda.current_device()
-    stage.observer = observe
+    for stage in model.stages:
+        stage.observer = observe
     try:
-        for batch in microbatches:
-            tokens, labels = batch["tokens"].to(device), batch["labels"].to(device)
-            if not bool(stage.embed(tokens).isfinite().all()):
-                worst = 0
-            if not bool(stage(tokens, labels).isfinite().all()):
-                worst = min(worst, head)
+        loss = run_microbatches(model, microbatches, forward_only=True)
     finally:
-        stage.observer = None
-    found = torch.tensor(worst, device=device)
+        for stage in model.stages:
+            stage.observer = None
+    if not math.isfinite(loss.total):
+        worst = min(worst, head)
+    found = torch.tensor(worst, device=torch.cuda.current_device())
     dist.all_reduce(found, dist.ReduceOp.MIN)
-    return describe(int(found), stage.span.num_layers)
+    return describe(int(found), num_layers)
 
 
-def first_bad_gradient(stage: DecoderStage) -> str:
+def first_bad_gradient(stages: Sequence[DecoderStage]) -> str:
     """Name the parameter, over all ranks, that forward uses last of those whose gradient is not finite: backward met
     it first. A collective call."""
     mine = [
         name
+        for stage in stages
         for name, parameter in stage.named_parameters()
         if not bool(parameter.main_grad.isfinite().all())  # type: ignore[attr-defined]
     ]

@@ -4,6 +4,8 @@ For each block's newest representation: mean, variance, mean |x| and the root-me
 forward and backward. With several streams a token counts once per stream.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,19 +16,23 @@ _NAMES = ("mean", "variance", "mean_abs", "norm")
 
 
 class LayerStats:
-    """Collects while installed on a stage; costs nothing otherwise."""
+    """Collects while installed on a rank's stages; costs nothing otherwise."""
 
-    def __init__(self, stage: DecoderStage) -> None:
-        self.stage = stage
+    def __init__(self, stages: Sequence[DecoderStage]) -> None:
+        self.stages = stages
         # [direction, block, (sum, sum of squares, sum of |x|, elements, vectors)]
-        self.sums = torch.zeros(2, stage.span.num_layers, 5, dtype=torch.float64, device=torch.cuda.current_device())
+        self.sums = torch.zeros(
+            2, stages[0].span.num_layers, 5, dtype=torch.float64, device=torch.cuda.current_device()
+        )
 
     def __enter__(self) -> "LayerStats":
-        self.stage.block_hook = self._hook
+        for stage in self.stages:
+            stage.block_hook = self._hook
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stage.block_hook = None
+        for stage in self.stages:
+            stage.block_hook = None
 
     def _hook(self, block: int, x: Tensor) -> None:
         self._add(0, block, x)
@@ -46,8 +52,9 @@ class LayerStats:
 
         tokens: of the global batch, by which the summed loss's gradients are divided. A collective call.
         """
-        context = self.stage.context
+        context = self.stages[0].context
         dist.all_reduce(self.sums, group=context.dp_group)
+        dist.all_reduce(self.sums, group=context.pp_group)
         if context.sequence_parallel:
             dist.all_reduce(self.sums, group=context.tp_group)
         result = {}

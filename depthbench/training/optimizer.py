@@ -1,11 +1,10 @@
-"""Megatron-Core's DDP and optimizer around a stage, and the few things asked of them."""
+"""Megatron-Core's optimizer, and the few things asked of it."""
 
 import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
@@ -14,30 +13,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch.nn.utils import clip_grads_with_norm_
 
 from depthbench.config.schema import OptimizerConfig, Precision, RunConfig
-from depthbench.model.stage import DecoderStage
-from depthbench.parallel.placement import apply_declarations
 
-
-def wrap(run: RunConfig, stage: DecoderStage) -> DistributedDataParallel:
-    """The stage with gradient buffers that are summed over data-parallel ranks."""
-    parallel, context = run.parallel, stage.context
-    apply_declarations(stage, context.tp_size)
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=run.train.precision is Precision.BF16,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        bucket_size=parallel.bucket_size,
-    )
-    ddp = DistributedDataParallel(config=context.megatron, ddp_config=config, module=stage)
-    context.megatron.no_sync_func = ddp.no_sync
-    return ddp
+from .wrapped import WrappedModel
 
 
 class Optimizer:
-    """AdamW over one wrapped stage. A step is `prepare`, then `apply` or nothing."""
+    """AdamW over a rank's chunks. A step is `prepare`, then `apply` or nothing."""
 
-    def __init__(self, run: RunConfig, ddp: DistributedDataParallel) -> None:
+    def __init__(self, run: RunConfig, model: WrappedModel) -> None:
         self.config: OptimizerConfig = run.optimizer
         precision = run.train.precision
         config = MegatronOptimizerConfig(
@@ -50,17 +33,21 @@ class Optimizer:
             adam_eps=self.config.eps,
             clip_grad=self.config.clip_norm,
             bf16=precision is Precision.BF16,
-            params_dtype=ddp.config.params_dtype,
+            params_dtype=model.context.megatron.params_dtype,
             use_distributed_optimizer=run.parallel.distributed_optimizer,
             overlap_param_gather=run.parallel.overlap_param_gather,
         )
         exempt: Any = {ParamKey(attr="without_decay"): {"wd_mult": 0.0}}
-        self.ddp = ddp
-        self.chained = get_megatron_optimizer(config, [ddp], config_overrides=exempt, use_gloo_process_groups=False)
+        self.model = model
+        self.dtype = torch.promote_types(model.context.megatron.params_dtype, torch.float32)
+        self.chained = get_megatron_optimizer(
+            config, model.chunks, config_overrides=exempt, use_gloo_process_groups=False
+        )
         self.inner = self.chained.chained_optimizers[0]
 
     def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
         self.chained.zero_grad()
 
     def prepare(self) -> float:
@@ -70,7 +57,7 @@ class Optimizer:
         in float32 whatever the gradients are.
         """
         self.chained.prepare_grads()
-        tp_group = self.ddp.module.context.tp_group
+        tp_group = self.model.context.tp_group
         grads = [
             main.grad
             for main in self.inner.get_parameters()
@@ -78,9 +65,8 @@ class Optimizer:
             and param_is_not_shared(main)
             and param_is_not_tensor_parallel_duplicate(main, tp_group)  # else another rank counts it
         ]
-        dtype = torch.promote_types(self.ddp.config.params_dtype, torch.float32)
-        norms = torch._foreach_norm(grads, dtype=dtype) if grads else []
-        square = torch.zeros((), dtype=dtype, device=torch.cuda.current_device())
+        norms = torch._foreach_norm(grads, dtype=self.dtype) if grads else []
+        square = torch.zeros((), dtype=self.dtype, device=torch.cuda.current_device())
         for norm in norms:
             square += norm.square()
         dist.all_reduce(square, group=self.inner.get_grad_stats_parallel_group())
@@ -94,15 +80,15 @@ class Optimizer:
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         if self.config.clip_norm > 0:
             # torch's, since Megatron-Core's clips float32 gradients alone
-            dtype = torch.promote_types(self.ddp.config.params_dtype, torch.float32)
-            total = torch.tensor(grad_norm, dtype=dtype, device=torch.cuda.current_device())
+            total = torch.tensor(grad_norm, dtype=self.dtype, device=torch.cuda.current_device())
             clip_grads_with_norm_(self.inner.get_parameters(), self.config.clip_norm, total)
         self.chained.step_with_ready_grads()
 
     def weights_are_current(self) -> None:
         """Finish a gather of updated weights that `overlap_param_gather` left for the next forward pass."""
-        if self.ddp.ddp_config.overlap_param_gather:
-            self.ddp.start_param_sync(force_sync=True)
+        for chunk in self.model.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:

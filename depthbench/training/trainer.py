@@ -21,20 +21,22 @@ from depthbench.errors import UserError
 from depthbench.logs.console import ConsoleLog, step_line
 from depthbench.logs.hardware import peak_flops, peak_memory_gib
 from depthbench.logs.metrics import MetricsLog
-from depthbench.model.build import build_stage
+from depthbench.model.build import build_stages
 from depthbench.parallel import startup
 from depthbench.parallel.context import ParallelContext
+from depthbench.pipeline.build import make_transport
 from depthbench.planning.flops import train_per_token
 
 from .evaluation import evaluate
 from .guard import NonFiniteError, SpikeGuard, first_bad_gradient, first_bad_layer
 from .layer_stats import LayerStats
-from .optimizer import Optimizer, wrap
+from .optimizer import Optimizer
 from .preflight import Preflight, checkpoints_of, preflight
 from .provenance import record, write_status
 from .schedule import learning_rate
 from .signals import StopSignals
 from .step import run_microbatches
+from .wrapped import wrap
 
 
 def train(run: RunConfig) -> int:
@@ -76,9 +78,10 @@ class Trainer:
         _agree(ready)  # also: sample indices are in the cache of every node
         self.run, self.ready, self.context = run, ready, context
         self.leads = dist.get_rank() == 0
-        self.stage = build_stage(run, context, draw=not ready.resume).to(torch.cuda.current_device())
-        self.ddp = wrap(run, self.stage)
-        self.optimizer = Optimizer(run, self.ddp)
+        transport = make_transport(run, context)
+        stages = build_stages(run, context, transport, draw=not ready.resume)
+        self.model = wrap(run, [stage.to(torch.cuda.current_device()) for stage in stages], transport)
+        self.optimizer = Optimizer(run, self.model)
         self.step = self.consumed = self.skipped = 0
         norms: list[float] = []
         if ready.resume:
@@ -132,15 +135,17 @@ class Trainer:
         run = self.run
         lr = learning_rate(self.step + 1, run.train.steps, run.optimizer)
         every = run.log.layer_stats_every
-        stats = LayerStats(self.stage) if every and (self.step + 1) % every == 0 else None
+        stats = LayerStats(self.model.stages) if every and (self.step + 1) % every == 0 else None
         self.optimizer.zero_grad()
         with stats or nullcontext():
-            loss = run_microbatches(self.ddp, iter(microbatches), len(microbatches), forward_only=False)
+            loss = run_microbatches(self.model, microbatches, forward_only=False)
         if not math.isfinite(loss.total):
-            self._fail("loss", loss.mean, f"first non-finite output in {first_bad_layer(self.stage, microbatches)}")
+            self._fail("loss", loss.mean, f"first non-finite output in {first_bad_layer(self.model, microbatches)}")
         grad_norm = self.optimizer.prepare()
         if not math.isfinite(grad_norm):
-            self._fail("gradient norm", grad_norm, f"first non-finite gradient in {first_bad_gradient(self.stage)}")
+            self._fail(
+                "gradient norm", grad_norm, f"first non-finite gradient in {first_bad_gradient(self.model.stages)}"
+            )
         if self.guard.skips(grad_norm):
             self.skipped += 1
             self.say(f"step {self.step + 1}: gradient norm {grad_norm:.3g} is a spike, update skipped")
@@ -168,7 +173,7 @@ class Trainer:
                 signals.append(name)
             return bool(signals)
 
-        loss = evaluate(self.ddp, items, self.run.train.micro_batch, interrupted)
+        loss = evaluate(self.model, items, self.run.train.micro_batch, interrupted)
         if loss is None:
             return signals[0]
         values["eval/loss"] = loss.mean
@@ -240,7 +245,7 @@ class Trainer:
         self.writer.save(self.step, state, manifest)
 
     def _tensors(self) -> list[Any]:
-        return [*tensors.model_tensors(self.stage), *tensors.optimizer_tensors(self.optimizer, self.stage)]
+        return [*tensors.model_tensors(self.model.stages), *tensors.optimizer_tensors(self.optimizer)]
 
     def _load(self) -> list[float]:
         """Continue from the checkpoint that preflight found; the gradient norms that the spike guard knew."""

@@ -13,8 +13,9 @@ from depthbench.checkpoint.tensors import model_tensors, optimizer_tensors, rect
 from depthbench.config.schema import CheckpointConfig, RunConfig
 from depthbench.errors import UserError
 from depthbench.model.stage import DecoderStage
-from depthbench.training.optimizer import Optimizer, wrap
+from depthbench.training.optimizer import Optimizer
 from depthbench.training.step import run_microbatches
+from depthbench.training.wrapped import wrap
 from tests.harness import run_workers
 from tests.models import small_run, start_stage
 from tests.parallel.test_layouts import microbatches
@@ -41,7 +42,7 @@ def test_rectangles_tile_any_run(shape: tuple[int, ...]) -> None:
 
 def built(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[DecoderStage, Optimizer]:
     stage = start_stage(rank, world_size, store, run)
-    return stage, Optimizer(run, wrap(run, stage))
+    return stage, Optimizer(run, wrap(run, [stage]))
 
 
 def train_and_save(rank: int, world_size: int, store: str, run: RunConfig, folder: Path) -> int:
@@ -50,17 +51,17 @@ def train_and_save(rank: int, world_size: int, store: str, run: RunConfig, folde
     for step in range(2):
         optimizer.zero_grad()
         batches = microbatches(run, step, stage.context.dp_rank, stage.context.dp_size)
-        run_microbatches(optimizer.ddp, iter(batches), len(batches), forward_only=False)
+        run_microbatches(optimizer.model, batches, forward_only=False)
         optimizer.apply(1e-2, optimizer.prepare())
     optimizer.weights_are_current()
     save(stage, optimizer, run, folder, 2)
-    inner = [bucket for buffer in optimizer.ddp.buffers for bucket in buffer.buckets[:-1]]
+    inner = [bucket for buffer in optimizer.model.chunks[0].buffers for bucket in buffer.buckets[:-1]]
     return sum(bucket.grad_data.numel() != bucket.numel_unpadded for bucket in inner)
 
 
 def save(stage: DecoderStage, optimizer: Optimizer, run: RunConfig, folder: Path, step: int) -> None:
     writer = CheckpointWriter(folder, run.checkpoint, lambda text: None)
-    tensors = [*model_tensors(stage), *optimizer_tensors(optimizer, stage)]
+    tensors = [*model_tensors([stage]), *optimizer_tensors(optimizer)]
     writer.save(step, tensors, {"step": step, "updates": updates_done(optimizer)})
     writer.close()
 
@@ -69,7 +70,7 @@ def load_and_save(rank: int, world_size: int, store: str, run: RunConfig, source
     stage, optimizer = built(rank, world_size, store, run)
     checkpoint = latest(source)
     assert checkpoint
-    load(checkpoint, [*model_tensors(stage), *optimizer_tensors(optimizer, stage)])
+    load(checkpoint, [*model_tensors([stage]), *optimizer_tensors(optimizer)])
     set_updates_done(optimizer, checkpoint.manifest()["updates"])
     save(stage, optimizer, run, target, 2)
 
@@ -128,7 +129,7 @@ def load_into(rank: int, world_size: int, store: str, run: RunConfig, source: Pa
     checkpoint = latest(source)
     assert checkpoint
     try:
-        load(checkpoint, [*model_tensors(stage), *optimizer_tensors(optimizer, stage)])
+        load(checkpoint, [*model_tensors([stage]), *optimizer_tensors(optimizer)])
     except UserError as error:
         assert all(torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True)), "partly loaded"
         return str(error)
@@ -164,7 +165,7 @@ def save_many(rank: int, world_size: int, store: str, run: RunConfig, folder: Pa
     said: list[str] = []
     writer = CheckpointWriter(folder, CheckpointConfig(keep=keep), said.append)
     for step in (1, 2, 10):
-        writer.save(step, [*model_tensors(stage), *optimizer_tensors(optimizer, stage)], {"step": step})
+        writer.save(step, [*model_tensors([stage]), *optimizer_tensors(optimizer)], {"step": step})
         dist.barrier()
     return said
 

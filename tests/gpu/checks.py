@@ -24,8 +24,8 @@ from depthbench.model.depth_sdpa import joint_attention
 from depthbench.model.recompute import Recompute
 from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
-from depthbench.training.optimizer import wrap
 from depthbench.training.step import run_microbatches
+from depthbench.training.wrapped import wrap
 from tests.model import test_joint_attention as joint
 from tests.models import ARCHITECTURES, assemble, assert_close, load_weights, pieces, small_run
 from tests.parallel.test_layouts import microbatches, reference_step, sample
@@ -48,10 +48,10 @@ def parity(architecture: str, residual: dict[str, Any], options: dict[str, Any],
     weights, expected, mean, count = reference_step(run, architecture, options)
     stage = stage_of(run)
     load_weights(stage, weights)
-    ddp = wrap(run, stage)
-    ddp.zero_grad_buffer()
+    ddp = wrap(run, [stage])
+    ddp.chunks[0].zero_grad_buffer()
     batches = microbatches(run, 0, stage.context.dp_rank, stage.context.dp_size)
-    loss = run_microbatches(ddp, iter(batches), len(batches), forward_only=False)
+    loss = run_microbatches(ddp, batches, forward_only=False)
     mine = {name: (place, size, value.cpu()) for name, (place, size, value) in pieces(stage, "main_grad").items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

@@ -11,9 +11,10 @@ import torch
 
 from depthbench.config.schema import RunConfig
 from depthbench.data.loader import Batch, SampleOrder
-from depthbench.training.optimizer import Optimizer, wrap
+from depthbench.training.optimizer import Optimizer
 from depthbench.training.schedule import learning_rate
 from depthbench.training.step import run_microbatches
+from depthbench.training.wrapped import wrap
 from tests.harness import run_workers
 from tests.models import (
     ARCHITECTURES,
@@ -60,11 +61,11 @@ def gradients(
     """Loss, tokens, gradient norm and gradients of one step."""
     stage = start_stage(rank, world_size, store, run)
     load_weights(stage, weights)
-    ddp = wrap(run, stage)
+    ddp = wrap(run, [stage])
     optimizer = Optimizer(run, ddp)
     optimizer.zero_grad()
     batches = microbatches(run, 0, stage.context.dp_rank, stage.context.dp_size)
-    loss = run_microbatches(ddp, iter(batches), len(batches), forward_only=False)
+    loss = run_microbatches(ddp, batches, forward_only=False)
     found = pieces(stage, "main_grad")
     return loss.mean, loss.tokens, optimizer.prepare(), found
 
@@ -102,13 +103,13 @@ def test_gradients_in_float64(
 
 def five_updates(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
     stage = start_stage(rank, world_size, store, run)
-    ddp = wrap(run, stage)
+    ddp = wrap(run, [stage])
     optimizer = Optimizer(run, ddp)
     losses, norms = [], []
     for step in range(run.train.steps):
         optimizer.zero_grad()
         batches = microbatches(run, step, stage.context.dp_rank, stage.context.dp_size)
-        losses.append(run_microbatches(ddp, iter(batches), len(batches), forward_only=False).mean)
+        losses.append(run_microbatches(ddp, batches, forward_only=False).mean)
         norms.append(optimizer.prepare())
         optimizer.apply(learning_rate(step + 1, run.train.steps, run.optimizer), norms[-1])
     optimizer.weights_are_current()

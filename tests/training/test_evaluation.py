@@ -10,7 +10,7 @@ from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.data.corpus import WindowSettings, corpora
 from depthbench.data.evaluation import PaddedSet, evaluation_set
 from depthbench.training.evaluation import evaluate
-from depthbench.training.optimizer import wrap
+from depthbench.training.wrapped import wrap
 from tests.corpora import Corpus, trainable_run, write_counting
 from tests.harness import run_workers
 from tests.models import start_stage
@@ -59,13 +59,13 @@ def naive(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[float
 
 def evaluated(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[float, int]:
     stage = start_stage(rank, world_size, store, run)
-    ddp = wrap(run, stage)
+    ddp = wrap(run, [stage])
     items = validation_set(run)
     if items.count > 8 * run.train.micro_batch * stage.context.dp_size:  # it asks after every eighth round
         assert evaluate(ddp, items, run.train.micro_batch, lambda: True) is None
-        assert ddp.training and stage.training
+        assert stage.training
     loss = evaluate(ddp, items, run.train.micro_batch, lambda: False)
-    assert loss is not None and ddp.training
+    assert loss is not None and stage.training
     assert all(parameter.grad is None for parameter in stage.parameters())
     return loss.total, loss.tokens
 

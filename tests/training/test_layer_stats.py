@@ -11,8 +11,8 @@ from depthbench.config.schema import RunConfig
 from depthbench.data.loader import Batch, SampleOrder
 from depthbench.model.stage import DecoderStage
 from depthbench.training.layer_stats import LayerStats
-from depthbench.training.optimizer import wrap
 from depthbench.training.step import run_microbatches
+from depthbench.training.wrapped import wrap
 from tests.harness import run_workers
 from tests.models import small_run, start_stage
 
@@ -50,15 +50,15 @@ def stirred(stage: DecoderStage) -> DecoderStage:
 
 def collected(rank: int, world_size: int, store: str, run: RunConfig) -> dict[str, float]:
     stage = stirred(start_stage(rank, world_size, store, run))
-    ddp, context, size = wrap(run, stage), stage.context, run.train.global_batch
+    ddp, context, size = wrap(run, [stage]), stage.context, run.train.global_batch
     order = SampleOrder(0, size, run.train.micro_batch, context.dp_rank, context.dp_size)
     batches = [stacked(run, numbers) for numbers in order]
-    with LayerStats(stage) as stats:
-        loss = run_microbatches(ddp, iter(batches), len(batches), forward_only=False)
+    with LayerStats([stage]) as stats:
+        loss = run_microbatches(ddp, batches, forward_only=False)
     found = stats.collect(loss.tokens)
     assert stage.block_hook is None
     before = stats.sums.clone()
-    run_microbatches(ddp, iter(batches), len(batches), forward_only=False)  # outside: nothing is collected
+    run_microbatches(ddp, batches, forward_only=False)  # outside: nothing is collected
     assert torch.equal(stats.sums, before)
     return found
 

@@ -22,19 +22,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def poison_weight(trainer: Trainer, name: str) -> None:
-    trainer.stage.get_parameter(name).data.view(-1)[0] = float("nan")
+    trainer.model.stages[0].get_parameter(name).data.view(-1)[0] = float("nan")
 
 
 def poison_gradient(trainer: Trainer, name: str) -> None:
     def spoil(grad: Tensor) -> Tensor:
         return torch.full_like(grad, float("inf"))
 
-    trainer.stage.get_parameter(name).register_hook(spoil)
+    trainer.model.stages[0].get_parameter(name).register_hook(spoil)
 
 
 def bits(trainer: Trainer) -> list[Tensor]:
     """Every weight, comparable even where it is nan."""
-    return [p.detach().clone().view(torch.int32) for p in trainer.stage.parameters()]
+    return [p.detach().clone().view(torch.int32) for p in trainer.model.stages[0].parameters()]
 
 
 def poisoned(
@@ -97,7 +97,7 @@ def spiking(rank: int, world_size: int, store: str, run: RunConfig) -> None:
     def tampered(self: Trainer, microbatches: list[Any]) -> dict[str, float]:
         handles = []
         if self.step == 5:
-            handles = [p.register_hook(lambda grad: grad * 100) for p in self.stage.parameters()]
+            handles = [p.register_hook(lambda grad: grad * 100) for p in self.model.stages[0].parameters()]
             before = bits(self)
         values = update(self, microbatches)
         for handle in handles:

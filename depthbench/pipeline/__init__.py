@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which blocks a stage holds, what crosses each edge, and how it gets there."""

@@ -1,0 +1,76 @@
+"""A stage's end of the pipeline: what it keeps between passes, and the communicator of each pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from depthbench.residual import Residual
+
+from .boundary import Boundary, boundaries
+from .cache import HistoryCache
+from .communicator import Communicator, Link
+from .edges import Local, edges
+from .flows import make_flows
+from .layout import Layout
+from .ledger import Ledger
+from .order import order
+from .watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """history_cache: False sends all history over every edge. group: microbatches a chunk runs before the next one.
+    timeout: seconds to wait for a message. check_headers: read each message's header (on a GPU that is a wait)."""
+
+    history_cache: bool
+    group: int
+    timeout: float | None
+    check_headers: bool
+
+
+class Transport:
+    """Built by all processes together."""
+
+    def __init__(
+        self,
+        residual: Residual,
+        layout: Layout,
+        local: Local,
+        config: Any,
+        pp_group: dist.ProcessGroup,
+        options: TransportOptions,
+    ) -> None:
+        self.layout, self.config, self.pp_group, self.options = layout, config, pp_group, options
+        self.stage = pp_group.rank()
+        self.cache = HistoryCache()
+        self.ledger = Ledger()
+        self.watchdog = Watchdog(options.timeout, f"rank {dist.get_rank()}, pipeline stage {self.stage}")
+        between = edges(residual, layout, options.history_cache)
+        self.link = Link(between, local, make_flows(pp_group), self.ledger, self.watchdog)
+        self.boundaries: list[Boundary] = boundaries(
+            residual, layout, self.stage, local, options.history_cache, self.cache
+        )
+        self.passes = 0
+
+    @contextmanager
+    def communicate(self, num_microbatches: int, forward_only: bool) -> Iterator[Communicator]:
+        """The communicator of one pass over `num_microbatches`. Leaves the ledger and the cache's peak to be read."""
+        self.cache.clear()
+        self.ledger.clear()
+        self.passes += 1
+        group = min(self.options.group, num_microbatches)
+        steps = order(self.layout, self.stage, num_microbatches, group, forward_only)
+        communicator = Communicator(
+            self.link,
+            self.config,
+            steps,
+            self.passes,
+            check_headers=self.options.check_headers,
+            pp_group=self.pp_group,
+        )
+        yield communicator
+        communicator.finish()
+        self.cache.assert_empty()
