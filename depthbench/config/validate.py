@@ -1,6 +1,7 @@
 """Checks that span sections, made before any process group starts."""
 
 from depthbench.errors import UserError
+from depthbench.pipeline.edges import Local
 from depthbench.pipeline.layout import Layout, layout
 from depthbench.residual import Residual, architecture
 
@@ -28,6 +29,16 @@ def layout_of(run: RunConfig) -> Layout:
         return layout(run.model.num_layers, parallel.pipeline, parallel.virtual_pipeline, run.pipeline.blocks_per_chunk)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def local_share(run: RunConfig) -> Local:
+    """What a rank holds of a state tensor."""
+    return Local(
+        sequence=run.model.sequence_length,
+        microbatch=run.train.micro_batch,
+        tensor_parallel=run.parallel.tensor,
+        sequence_parallel=run.parallel.sequence and run.parallel.tensor > 1,
+    )
 
 
 def microbatch_group(run: RunConfig) -> int:

@@ -181,7 +181,7 @@ class DecoderStage(nn.Module):
     @property
     def share_embeddings_and_output_weights(self) -> bool:
         """With the next method, what Megatron-Core asks of the first and last stage to sum a tied weight's gradient."""
-        return self.tied_copy or (self.model_config.tie_embeddings and not self.span.has_head)
+        return self.model_config.tie_embeddings and self.span.has_embedding != self.span.has_head
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter:
         return cast(nn.Parameter, self.embedding.weight if self.span.has_embedding else self.head.weight)

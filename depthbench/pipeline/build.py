@@ -3,21 +3,10 @@
 import torch
 
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import layout_of, microbatch_group, residual_of
+from depthbench.config.validate import layout_of, local_share, microbatch_group, residual_of
 from depthbench.parallel.context import ParallelContext
 
-from .edges import Local
 from .transport import Transport, TransportOptions
-
-
-def local_share(run: RunConfig) -> Local:
-    """What a rank holds of a state tensor."""
-    return Local(
-        sequence=run.model.sequence_length,
-        microbatch=run.train.micro_batch,
-        tensor_parallel=run.parallel.tensor,
-        sequence_parallel=run.parallel.sequence and run.parallel.tensor > 1,
-    )
 
 
 def make_transport(run: RunConfig, context: ParallelContext) -> Transport | None:

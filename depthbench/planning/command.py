@@ -7,7 +7,7 @@ from rich.console import Console
 
 from depthbench.config.load import load_run
 
-from .plan import make_plan, render
+from .plan import make_plan, render, render_edges
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,4 +32,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
         Console().print(render(plan))
+        if plan.edges:
+            Console().print(render_edges(plan))
     return 0

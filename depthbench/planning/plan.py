@@ -1,6 +1,6 @@
 """The plan of a run: what it holds and computes, as an object, as JSON and as a table."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
@@ -9,6 +9,7 @@ from depthbench.config.schema import RunConfig
 
 from . import flops
 from .parameters import Parameters, count_parameters
+from .pipeline import EdgePlan, edge_plans
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Plan:
     flops: Flops
     tokens_per_step: int
     steps: int
+    edges: list[EdgePlan]
 
     @property
     def total_tokens(self) -> int:
@@ -59,6 +61,7 @@ class Plan:
             },
             "tokens": {"per_step": self.tokens_per_step, "total": self.total_tokens},
             "steps": self.steps,
+            "edges": [_edge_dict(edge) for edge in self.edges],
         }
 
 
@@ -77,7 +80,28 @@ def make_plan(run: RunConfig, tokens: int | None = None) -> Plan:
         ),
         tokens_per_step=run.train.global_batch * run.model.sequence_length,
         steps=run.train.steps,
+        edges=edge_plans(run),
     )
+
+
+def _edge_dict(edge: EdgePlan) -> dict[str, Any]:
+    """`from` and `to` are chunks in depth order."""
+    plain = asdict(edge)
+    return {"from": plain.pop("sender"), "to": plain.pop("receiver"), **plain}
+
+
+def render_edges(plan: Plan) -> Table:
+    """What a microbatch sends forward; its gradients send as much back."""
+    table = Table(title="depth state between chunks, per microbatch and rank", title_justify="left")
+    for heading in ("chunks", "stages", "live", "history", "MB", "without cache", "AttnRes paper's"):
+        table.add_column(heading, justify="right")
+    for edge in plan.edges:
+        if edge.direction == "forward":
+            sizes = (f"{size / 1e6:,.3f}" for size in (edge.bytes, edge.bytes_without_cache, edge.bytes_paper))
+            counts = (str(edge.live_tensors), str(edge.history_tensors))
+            stages = f"{edge.sender_stage} to {edge.receiver_stage}"
+            table.add_row(f"{edge.sender} to {edge.receiver}", stages, *counts, *sizes)
+    return table
 
 
 def render(plan: Plan) -> Table:

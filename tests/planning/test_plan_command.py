@@ -40,6 +40,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         },
         "tokens": {"per_step": 2**20, "total": 10 * 2**20},
         "steps": 10,
+        "edges": [],
     }
 
 

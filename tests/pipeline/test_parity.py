@@ -1,0 +1,258 @@
+"""Every architecture through every pipeline equals the naive reference on one process, and sends what the plan says.
+
+The whole matrix has ten architectures, nine layouts, cache on and off, overlap on and off where there is interleaving,
+and recomputation. Every test run covers each architecture with each layout once, with the other settings dealt out so
+that all pairs meet; `-m matrix` (in `.ci/run`) the rest.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from depthbench.config.schema import RunConfig
+from depthbench.planning.pipeline import cached_bytes, edge_plans
+from depthbench.training.optimizer import Optimizer
+from depthbench.training.schedule import learning_rate
+from depthbench.training.step import run_microbatches
+from tests.harness import run_workers
+from tests.models import (
+    ARCHITECTURES,
+    Pieces,
+    Weights,
+    assemble,
+    assert_close,
+    load_weights,
+    pieces,
+    small_run,
+    start_model,
+)
+from tests.parallel.test_layouts import microbatches, reference_step
+
+FULL = ("block_attnres", {"sublayers_per_block": 1}, {"sublayers_per_block": 1})
+TEN = [*ARCHITECTURES, FULL]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """count: microbatches of a step and data-parallel rank."""
+
+    name: str
+    parallel: dict[str, Any]
+    pipeline: dict[str, Any]
+    count: int
+
+    @property
+    def world_size(self) -> int:
+        return int(self.parallel["pipeline"] * self.parallel.get("tensor", 1) * self.replicas)
+
+    @property
+    def replicas(self) -> int:
+        return 2 if "dp2" in self.name else 1
+
+
+TP2, TP2_SP = {"tensor": 2}, {"tensor": 2, "sequence": True}
+LAYOUTS = [
+    Layout("pp2", {"pipeline": 2}, {}, 3),
+    Layout("pp4", {"pipeline": 4}, {"blocks_per_chunk": [2, 3, 2, 1]}, 5),
+    Layout("pp2_vp2", {"pipeline": 2, "virtual_pipeline": 2}, {}, 4),
+    Layout("pp2_vp3", {"pipeline": 2, "virtual_pipeline": 3}, {"blocks_per_chunk": [1, 2, 1, 1, 2, 1]}, 2),
+    Layout("pp4_vp2", {"pipeline": 4, "virtual_pipeline": 2}, {"microbatch_group": 5}, 5),
+    Layout("pp2_tp2", {"pipeline": 2, **TP2}, {}, 2),
+    Layout("pp2_tp2_sp", {"pipeline": 2, **TP2_SP}, {}, 3),
+    Layout("pp2_vp2_dp2", {"pipeline": 2, "virtual_pipeline": 2}, {"microbatch_group": 3}, 5),
+    Layout("pp2_vp2_tp2_sp", {"pipeline": 2, "virtual_pipeline": 2, **TP2_SP}, {}, 2),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: int
+    layout: int
+    cached: bool
+    overlap: bool
+    recompute: str
+
+    def __str__(self) -> str:
+        name, residual, _ = TEN[self.architecture]
+        full = "full_attnres" if residual == FULL[1] else name
+        settings = ("cached" if self.cached else "resent", "overlap" if self.overlap else "plain", self.recompute)
+        return "-".join((full, LAYOUTS[self.layout].name, *settings))
+
+    def run(self, **sections: Any) -> RunConfig:
+        name, residual, _ = TEN[self.architecture]
+        layout = LAYOUTS[self.layout]
+        parallel = {"distributed_optimizer": False, "recompute": self.recompute, **layout.parallel}
+        pipeline = {"history_cache": self.cached, "overlap_p2p": self.overlap, **layout.pipeline}
+        train = {"micro_batch": 2, "global_batch": 2 * layout.count * layout.replicas}
+        return small_run(
+            name,
+            residual,
+            model={"num_layers": 8, **sections.pop("model", {})},
+            parallel={**parallel, **sections.pop("parallel", {})},
+            pipeline=pipeline,
+            train={**train, **sections.pop("train", {})},
+            **sections,
+        )
+
+    @property
+    def everyday(self) -> bool:
+        """Whether every test run has it: the settings follow a count that meets each of their eight combinations."""
+        number = self.architecture + self.layout
+        dealt = (number % 2 == 0, number // 2 % 2 == 0 and self.interleaved, ("none", "full")[number // 4 % 2])
+        return (self.cached, self.overlap, self.recompute) == dealt
+
+    @property
+    def interleaved(self) -> bool:
+        return "virtual_pipeline" in LAYOUTS[self.layout].parallel
+
+
+def cases() -> list[Any]:
+    every = product(range(len(TEN)), range(len(LAYOUTS)), (True, False), (True, False), ("none", "full"))
+    found = [case for case in (Case(*each) for each in every) if case.interleaved or not case.overlap]
+    return [pytest.param(c, id=str(c), marks=[] if c.everyday else [pytest.mark.matrix]) for c in found]
+
+
+Sent = dict[tuple[int, int], tuple[int, int, int, int]]
+"""(sending chunk, receiving chunk) -> messages, tensors, bytes, bytes of headers."""
+
+
+def ledger(model: Any) -> Sent:
+    sent = {}
+    for (receiver, backward), traffic in model.transport.ledger.sent.items():
+        edge = (receiver, receiver - 1) if backward else (receiver - 1, receiver)
+        sent[edge] = (traffic.messages, traffic.tensors, traffic.bytes, traffic.header_bytes)
+    return sent
+
+
+@dataclass
+class Found:
+    loss: float
+    tokens: int
+    norm: float
+    gradients: Pieces
+    sent: Sent
+    peak: int
+    evaluated: float
+    evaluation_sent: Sent
+
+
+def one_step(rank: int, world_size: int, store: str, run: RunConfig, weights: Weights) -> Found:
+    model = start_model(rank, world_size, store, run)
+    for stage in model.stages:
+        load_weights(stage, weights)
+    optimizer = Optimizer(run, model)
+    optimizer.zero_grad()
+    batches = microbatches(run, 0, model.context.dp_rank, model.context.dp_size)
+    loss = run_microbatches(model, batches, forward_only=False)
+    assert model.transport
+    sent, peak = ledger(model), model.transport.cache.peak_bytes
+    gradients = {name: piece for stage in model.stages for name, piece in pieces(stage, "main_grad").items()}
+    norm = optimizer.prepare()
+    evaluated = run_microbatches(model, batches, forward_only=True)
+    return Found(loss.mean, loss.tokens, norm, gradients, sent, peak, evaluated.mean, ledger(model))
+
+
+@cache
+def reference(architecture: int, global_batch: int, tied: bool = False) -> tuple[Weights, Weights, float, int]:
+    name, residual, options = TEN[architecture]
+    model = {"num_layers": 8, "tie_embeddings": tied}
+    run = small_run(name, residual, model=model, train={"micro_batch": 2, "global_batch": global_batch})
+    return reference_step(run, name, options)
+
+
+def check(case: Case, run: RunConfig, tied: bool = False) -> None:
+    layout = LAYOUTS[case.layout]
+    weights, expected, mean, count = reference(case.architecture, run.train.global_batch, tied)
+    ranks = run_workers(layout.world_size, one_step, run, weights)
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in expected.values()))
+    for found in ranks:
+        assert found.tokens == count
+        assert found.loss == pytest.approx(mean, rel=1e-10)
+        assert found.evaluated == pytest.approx(mean, rel=1e-10)
+        assert found.norm == pytest.approx(norm, rel=1e-10)
+    assert_close(assemble([found.gradients for found in ranks]), expected, 1e-10)
+
+    planned = {(edge.sender, edge.receiver): edge for edge in edge_plans(run)}
+    caches = cached_bytes(run, layout.world_size)
+    by_edge: dict[tuple[int, int], set[tuple[int, int, int, int]]] = {}
+    for found in ranks:
+        for edge, traffic in found.sent.items():
+            by_edge.setdefault(edge, set()).add(traffic)
+        forward = {edge: traffic for edge, traffic in found.sent.items() if edge[0] < edge[1]}
+        assert found.evaluation_sent == forward
+        assert found.peak in caches
+    assert set(by_edge) == set(planned)
+    for edge, traffics in by_edge.items():
+        plan = planned[edge]
+        tensors = plan.live_tensors + plan.history_tensors
+        assert traffics == {(layout.count, layout.count * tensors, layout.count * plan.bytes, layout.count * 16)}
+
+
+@pytest.mark.parametrize("case", cases())
+def test_gradients_and_bytes(case: Case) -> None:
+    """Loss, every gradient and their norm to 1e-10 in float64, evaluation too; one message an edge, microbatch and
+    direction with the planned bytes; the cache's planned peak, and nothing left in it."""
+    check(case, case.run())
+
+
+@pytest.mark.parametrize("layout", [0, 2, 6])
+def test_tied_embeddings(layout: int) -> None:
+    """The weight is on the first and the last stage; its gradient is the sum of both, and counts once in the norm."""
+    case = Case(1, layout, True, False, "none")
+    check(case, case.run(model={"tie_embeddings": True}), tied=True)
+
+
+def updates(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
+    """Losses, gradient norms and weights of five steps."""
+    model = start_model(rank, world_size, store, run)
+    optimizer = Optimizer(run, model)
+    losses, norms = [], []
+    for step in range(run.train.steps):
+        optimizer.zero_grad()
+        batches = microbatches(run, step, model.context.dp_rank, model.context.dp_size)
+        losses.append(run_microbatches(model, batches, forward_only=False).mean)
+        norms.append(optimizer.prepare())
+        optimizer.apply(learning_rate(step + 1, run.train.steps, run.optimizer), norms[-1])
+    optimizer.weights_are_current()
+    return losses, norms, {name: piece for stage in model.stages for name, piece in pieces(stage, "data").items()}
+
+
+TRAIN = {"precision": "fp32", "steps": 5}
+OPTIMIZER = {"lr": 1e-3, "clip_norm": 1.0, "warmup_fraction": 0.2, "eps": 1e-4}  # eps: see parallel/test_layouts.py
+
+
+@cache
+def trained_alone(architecture: int, global_batch: int) -> tuple[list[float], list[float], Weights]:
+    name, residual, _ = TEN[architecture]
+    train = {**TRAIN, "micro_batch": 2, "global_batch": global_batch}
+    run = small_run(name, residual, model={"num_layers": 8}, train=train, optimizer=OPTIMIZER)
+    ((losses, norms, weights),) = run_workers(1, updates, run)
+    return losses, norms, assemble([weights])
+
+
+def training_cases() -> list[Any]:
+    found = []
+    for architecture, layout in product(range(len(TEN)), range(len(LAYOUTS))):
+        interleaved = "virtual_pipeline" in LAYOUTS[layout].parallel
+        case = Case(architecture, layout, True, interleaved and architecture % 2 == 0, "none")
+        marks = [] if (architecture + layout) % len(LAYOUTS) == 7 else [pytest.mark.matrix]
+        found.append(pytest.param(case, id=str(case), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("case", training_cases())
+def test_training_in_float32(case: Case) -> None:
+    """Five clipped AdamW updates with the distributed optimizer and its overlaps: losses, norms and weights within
+    1e-5 of one process."""
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+    run = case.run(train=TRAIN, optimizer=OPTIMIZER, parallel={"distributed_optimizer": True, **overlaps})
+    losses, norms, weights = trained_alone(case.architecture, run.train.global_batch)
+    ranks = run_workers(LAYOUTS[case.layout].world_size, updates, run)
+    for other_losses, other_norms, _ in ranks:
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+        assert other_norms == pytest.approx(norms, rel=1e-5)
+    assert_close(assemble([found for *_, found in ranks]), weights, 1e-5)
