@@ -101,6 +101,8 @@ class BlockAttnRes(Residual, name="block_attnres"):
     def share(self, readers: Mapping[int, Any]) -> None:
         """Groups of about sqrt(2L) reads, whole blocks each: fewest passes over sources where blocks are short."""
         length = self.block_length * max(1, round(math.sqrt(self.shape.num_sublayers) / self.block_length))
+        if len(readers) <= length:
+            length = 2 * self.shape.num_sublayers  # one group
         groups: dict[int, list[DepthRead]] = {}
         for sublayer, reader in sorted(readers.items()):
             if reader.depth_read is not None:

@@ -62,8 +62,11 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _first(logits_SBNN: Tensor, rows_first: bool) -> Tensor:
-    """The first normalisation of exp(logits): [N, N, T]."""
-    return torch.softmax(logits_SBNN.flatten(0, 1).permute(1, 2, 0).contiguous(), ROWS if rows_first else COLUMNS)
+    """The first normalisation of exp(logits): [N, N, T]. Never quite zero: a row or column of zeros would become NaN
+    where eps is 0, and one of the smallest numbers overflow in backward."""
+    logits_NNT = logits_SBNN.flatten(0, 1).permute(1, 2, 0).contiguous()
+    smallest = torch.finfo(logits_NNT.dtype).tiny ** 0.8
+    return torch.softmax(logits_NNT, ROWS if rows_first else COLUMNS).clamp_(min=smallest)
 
 
 def sinkhorn(logits_SBNN: Tensor, iterations: int, eps: float, *, rows_first: bool = True) -> Tensor:

@@ -43,18 +43,15 @@ def wrap(run: RunConfig, stages: Sequence[DecoderStage], transport: Transport | 
         bucket_size=parallel.bucket_size,
     )
     chunks = []
-    for number, stage in enumerate(stages):
+    for stage in stages:
         apply_declarations(stage, stage.context.tp_size)
         if stage.share_embeddings_and_output_weights:
             weight = stage.shared_embedding_or_output_weight()
             weight.shared_embedding = True  # type: ignore[attr-defined]  # a bucket of its own, alike on both stages
             weight.shared = stage.tied_copy  # type: ignore[attr-defined]  # counted once in the gradient norm
-        # with several chunks the reduction of one is behind the computation of another: no need to cut it up
-        chunks.append(
-            DistributedDataParallel(
-                config=stage.context.megatron, ddp_config=config, module=stage, disable_bucketing=number > 0
-            )
-        )
+        # Megatron-LM passes disable_bucketing for all chunks but the first. That puts buckets of all dtypes into one
+        # coalesced gather, which with gloo fills weights of a second chunk with others' values (bf16 beside fp32)
+        chunks.append(DistributedDataParallel(config=stage.context.megatron, ddp_config=config, module=stage))
     no_sync = [chunk.no_sync for chunk in chunks]
     stages[0].context.megatron.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     return WrappedModel(chunks, transport)

@@ -12,12 +12,11 @@ from depthbench.checkpoint.store import CheckpointWriter, load
 from depthbench.checkpoint.tensors import model_tensors, optimizer_tensors, rectangles, set_updates_done, updates_done
 from depthbench.config.schema import CheckpointConfig, RunConfig
 from depthbench.errors import UserError
-from depthbench.model.stage import DecoderStage
 from depthbench.training.optimizer import Optimizer
 from depthbench.training.step import run_microbatches
-from depthbench.training.wrapped import wrap
+from depthbench.training.wrapped import WrappedModel
 from tests.harness import run_workers
-from tests.models import small_run, start_stage
+from tests.models import small_run, start_model
 from tests.parallel.test_layouts import microbatches
 
 from .reading import differing, read_checkpoint
@@ -40,39 +39,39 @@ def test_rectangles_tile_any_run(shape: tuple[int, ...]) -> None:
             assert torch.equal(elements[seen], run)
 
 
-def built(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[DecoderStage, Optimizer]:
-    stage = start_stage(rank, world_size, store, run)
-    return stage, Optimizer(run, wrap(run, [stage]))
+def built(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[WrappedModel, Optimizer]:
+    model = start_model(rank, world_size, store, run)
+    return model, Optimizer(run, model)
 
 
 def train_and_save(rank: int, world_size: int, store: str, run: RunConfig, folder: Path) -> int:
     """Two updates, then a checkpoint; returns how many buckets but the last of a gradient buffer are padded."""
-    stage, optimizer = built(rank, world_size, store, run)
+    model, optimizer = built(rank, world_size, store, run)
     for step in range(2):
         optimizer.zero_grad()
-        batches = microbatches(run, step, stage.context.dp_rank, stage.context.dp_size)
+        batches = microbatches(run, step, model.context.dp_rank, model.context.dp_size)
         run_microbatches(optimizer.model, batches, forward_only=False)
         optimizer.apply(1e-2, optimizer.prepare())
     optimizer.weights_are_current()
-    save(stage, optimizer, run, folder, 2)
-    inner = [bucket for buffer in optimizer.model.chunks[0].buffers for bucket in buffer.buckets[:-1]]
+    save(model, optimizer, run, folder, 2)
+    inner = [bucket for buffer in model.chunks[0].buffers for bucket in buffer.buckets[:-1]]
     return sum(bucket.grad_data.numel() != bucket.numel_unpadded for bucket in inner)
 
 
-def save(stage: DecoderStage, optimizer: Optimizer, run: RunConfig, folder: Path, step: int) -> None:
+def save(model: WrappedModel, optimizer: Optimizer, run: RunConfig, folder: Path, step: int) -> None:
     writer = CheckpointWriter(folder, run.checkpoint, lambda text: None)
-    tensors = [*model_tensors([stage]), *optimizer_tensors(optimizer)]
+    tensors = [*model_tensors(model.stages), *optimizer_tensors(optimizer)]
     writer.save(step, tensors, {"step": step, "updates": updates_done(optimizer)})
     writer.close()
 
 
 def load_and_save(rank: int, world_size: int, store: str, run: RunConfig, source: Path, target: Path) -> None:
-    stage, optimizer = built(rank, world_size, store, run)
+    model, optimizer = built(rank, world_size, store, run)
     checkpoint = latest(source)
     assert checkpoint
-    load(checkpoint, [*model_tensors([stage]), *optimizer_tensors(optimizer)])
+    load(checkpoint, [*model_tensors(model.stages), *optimizer_tensors(optimizer)])
     set_updates_done(optimizer, checkpoint.manifest()["updates"])
-    save(stage, optimizer, run, target, 2)
+    save(model, optimizer, run, target, 2)
 
 
 # odd widths, and buckets small enough that there are several, padded to multiples of the ranks
@@ -83,25 +82,39 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_sharded": (2, {"distributed_optimizer": True}),
     "dp3_sharded_buckets": (3, {**OVERLAP, "bucket_size": 2000}),
     "tp2_dp2_sharded_buckets": (4, {**OVERLAP, "tensor": 2, "bucket_size": 1500}),
+    "pp2_vp2_dp2_sharded": (4, {**OVERLAP, "pipeline": 2, "virtual_pipeline": 2}),
+    "pp2_tp2_sp": (4, {"pipeline": 2, "tensor": 2, "sequence": True, "distributed_optimizer": False}),
 }
+
+
+MODEL = {"num_layers": 4, "hidden_size": 42, "ffn_hidden_size": 70, "head_dim": 6, "vocab_size": 139}
 
 
 def run_for(layout: str, architecture: str, residual: dict[str, Any], precision: str) -> tuple[int, RunConfig]:
     world_size, parallel = LAYOUTS[layout]
-    model = {"num_layers": 2, "hidden_size": 42, "ffn_hidden_size": 70, "head_dim": 6, "vocab_size": 139}
+    model = {**MODEL, "tie_embeddings": architecture == "moda"}
     train = {"precision": precision, "global_batch": 12, "micro_batch": 2}
-    return world_size, small_run(architecture, residual, parallel=parallel, model=model, train=train)
+    pipeline = {"microbatch_group": 3} if "virtual_pipeline" in parallel else {}
+    return world_size, small_run(architecture, residual, parallel=parallel, pipeline=pipeline, model=model, train=train)
+
+
+ATTNRES, HC, MODA = ("block_attnres", {"sublayers_per_block": 3}, "bf16"), ("hc", {}, "fp32"), ("moda", {}, "bf16")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "residual", "precision"),
+    ("source", "architecture", "residual", "precision"),
     [
-        ("block_attnres", {"sublayers_per_block": 3}, "bf16"),
-        ("hc", {}, "fp32"),
-        ("moda", {}, "bf16"),
+        ("tp2_sp", *ATTNRES),
+        ("dp3_sharded_buckets", *MODA),
+        ("dp3_sharded_buckets", *HC),
+        ("tp2_dp2_sharded_buckets", *HC),
+        ("tp2_dp2_sharded_buckets", *ATTNRES),
+        ("pp2_vp2_dp2_sharded", *ATTNRES),
+        ("pp2_vp2_dp2_sharded", *MODA),
+        ("pp2_tp2_sp", *MODA),
+        ("pp2_tp2_sp", *HC),
     ],
 )
-@pytest.mark.parametrize("source", ["tp2_sp", "dp3_sharded_buckets", "tp2_dp2_sharded_buckets"])
 def test_any_layout_to_any_layout(
     tmp_path: Path, source: str, architecture: str, residual: dict[str, Any], precision: str
 ) -> None:
@@ -114,7 +127,7 @@ def test_any_layout_to_any_layout(
     tensors = read_checkpoint(saved.path)
     assert any(key.startswith("optimizer.exp_avg_sq.") for key in tensors)
     assert all(bool(tensor.any()) for key, tensor in tensors.items() if "exp_avg_sq.blocks" in key and ".q." in key)
-    for target in ("one", "dp2_sharded", "tp2_dp2_sharded_buckets"):
+    for target in ("one", "dp2_sharded", "tp2_dp2_sharded_buckets", "pp2_vp2_dp2_sharded", "pp2_tp2_sp"):
         world_size, other = run_for(target, architecture, residual, precision)
         run_workers(world_size, load_and_save, other, tmp_path / source, tmp_path / target)
         copied = latest(tmp_path / target)
@@ -124,12 +137,13 @@ def test_any_layout_to_any_layout(
 
 
 def load_into(rank: int, world_size: int, store: str, run: RunConfig, source: Path) -> str:
-    stage, optimizer = built(rank, world_size, store, run)
+    model, optimizer = built(rank, world_size, store, run)
+    (stage,) = model.stages
     before = [parameter.detach().clone() for parameter in stage.parameters()]
     checkpoint = latest(source)
     assert checkpoint
     try:
-        load(checkpoint, [*model_tensors([stage]), *optimizer_tensors(optimizer)])
+        load(checkpoint, [*model_tensors(model.stages), *optimizer_tensors(optimizer)])
     except UserError as error:
         assert all(torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True)), "partly loaded"
         return str(error)
@@ -140,7 +154,7 @@ def load_into(rank: int, world_size: int, store: str, run: RunConfig, source: Pa
     ("architecture", "residual", "model", "expected"),
     [
         ("pre_ln", {}, {}, "unexpected model.blocks.0.mlp_residual.depth_read"),
-        ("block_attnres", {"sublayers_per_block": 3}, {"num_layers": 3}, "missing model.blocks.2."),
+        ("block_attnres", {"sublayers_per_block": 3}, {"num_layers": 5}, "missing model.blocks.4."),
         (
             "block_attnres",
             {"sublayers_per_block": 3},
@@ -154,18 +168,17 @@ def test_a_checkpoint_of_another_model_is_refused(
 ) -> None:
     _, run = run_for("one", "block_attnres", {"sublayers_per_block": 3}, "fp32")
     run_workers(1, train_and_save, run, tmp_path)
-    base = {"num_layers": 2, "hidden_size": 42, "ffn_hidden_size": 70, "head_dim": 6, "vocab_size": 139}
-    other = small_run(architecture, residual, model={**base, **model}, train={"precision": "fp32"})
+    other = small_run(architecture, residual, model={**MODEL, **model}, train={"precision": "fp32"})
     for message in run_workers(2, load_into, other, tmp_path):
         assert expected in message
 
 
 def save_many(rank: int, world_size: int, store: str, run: RunConfig, folder: Path, keep: int) -> list[str]:
-    stage, optimizer = built(rank, world_size, store, run)
+    model, optimizer = built(rank, world_size, store, run)
     said: list[str] = []
     writer = CheckpointWriter(folder, CheckpointConfig(keep=keep), said.append)
     for step in (1, 2, 10):
-        writer.save(step, [*model_tensors([stage]), *optimizer_tensors(optimizer)], {"step": step})
+        writer.save(step, [*model_tensors(model.stages), *optimizer_tensors(optimizer)], {"step": step})
         dist.barrier()
     return said
 

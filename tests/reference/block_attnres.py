@@ -4,21 +4,20 @@ A depth read with query w and key-norm weight g over sources v_0, v_1, ... is, p
 
     e_j = w . (g * v_j / sqrt(mean(v_j^2) + key_norm_eps)) / temperature,    p = softmax_j(e),    z = sum_j p_j v_j
 
-and sublayer k computes y_k = F_k(N_k(z_k)). Sources are the embedding, the sum of raw outputs y of every finished block
-of sublayers_per_block sublayers, and the running sum of the block begun (absent while that is empty, never zeros).
-There is no residual addition. Sublayer 0 takes the embedding as it is; out = N(one last read over all sources).
+(without key norm e_j = w . v_j / temperature, and there is no g) and sublayer k computes y_k = F_k(N_k(z_k)). Sources
+are the embedding, the sum of raw outputs y of every finished block of sublayers_per_block sublayers, and the running
+sum of the block begun (absent while that is empty, never zeros). There is no residual addition. Sublayer 0 takes the
+embedding as it is; out = N(one last read over all sources).
 """
 
 import torch
 from torch import Tensor
 
-from .layers import Shape, Weights, norm, rms_norm, sublayer, sublayer_name
+from .layers import Shape, Weights, norm, sublayer, sublayer_name
 
 
-def depth_read(
-    sources: list[Tensor], query: Tensor, key_norm_weight: Tensor, key_norm_eps: float, temperature: float
-) -> Tensor:
-    scores = [(rms_norm(v, key_norm_eps) * key_norm_weight * query).sum(dim=-1) / temperature for v in sources]
+def depth_read(sources: list[Tensor], keys: list[Tensor], query: Tensor, temperature: float) -> Tensor:
+    scores = [(key * query).sum(dim=-1) / temperature for key in keys]
     p = torch.softmax(torch.stack(scores, dim=-1), dim=-1)  # [B, T, number of sources]
     mixed = torch.zeros_like(sources[0])
     for j, v in enumerate(sources):
@@ -36,10 +35,11 @@ def final_hidden(
     norm_eps: float = 1e-5,
     first_norm_eps: float = 1e-6,
     temperature: float = 1.0,
+    key_norm: bool = True,
 ) -> Tensor:
     def read(sources: list[Tensor], name: str) -> Tensor:
-        query, key_norm_weight = weights[f"{name}.query"], weights[f"{name}.key_norm.weight"]
-        return depth_read(sources, query, key_norm_weight, key_norm_eps, temperature)
+        keys = [norm(weights, f"{name}.key_norm", v, key_norm_eps) for v in sources] if key_norm else sources
+        return depth_read(sources, keys, weights[f"{name}.query"], temperature)
 
     finished, running = [embedding], None
     for k in range(2 * shape.num_layers):

@@ -5,7 +5,7 @@
     h <- N'_k(alpha h + F_k(N_k(h)))            k = 2, 3, ...: alpha = 2 L, the number of sublayers
     out = N(h)
 
-All norms are RMSNorms.
+All norms are RMSNorms; those of a sum, N', have the eps post_norm_eps.
 """
 
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from .layers import Shape, Weights, norm, sublayer, sublayer_name
 
 
-def final_hidden(weights: Weights, embedding: Tensor, shape: Shape, *, eps: float = 1e-6) -> Tensor:
+def final_hidden(
+    weights: Weights, embedding: Tensor, shape: Shape, *, eps: float = 1e-6, post_norm_eps: float = 1e-6
+) -> Tensor:
     h = embedding
     for k in range(2 * shape.num_layers):
         name = f"{sublayer_name(k)}_residual"
@@ -21,7 +23,7 @@ def final_hidden(weights: Weights, embedding: Tensor, shape: Shape, *, eps: floa
         if k == 0:
             h = h + y
         elif k == 1:
-            h = norm(weights, f"{name}.post_norm", h + y, eps)
+            h = norm(weights, f"{name}.post_norm", h + y, post_norm_eps)
         else:
-            h = norm(weights, f"{name}.post_norm", 2 * shape.num_layers * h + y, eps)
+            h = norm(weights, f"{name}.post_norm", 2 * shape.num_layers * h + y, post_norm_eps)
     return norm(weights, "readout.norm", h, eps)

@@ -11,9 +11,10 @@ Per token, with x = (H_0, ..., H_(n-1)) laid end to end (stream * D + channel), 
 
     out = N(sum_s H_s / n)      (readout "mean_then_norm"), or N(sum_s H_s)      (readout "sum_then_norm")
 
-Sinkhorn: a softmax of each row, plus e in each entry; each column divided by its sum + e; then each row by its sum + e
-and each column by its sum + e, sinkhorn_iterations - 1 times. e is SINKHORN_EPS. The last step leaves the column sums
-(over output streams) at 1 / (1 + e or so), so that the mean of the streams keeps what it had; row sums are nearly 1.
+Sinkhorn, rows first: a softmax of each row (fixed t), plus e in each entry; each column divided by its sum + e; then
+each row by its sum + e and each column by its sum + e, sinkhorn_iterations - 1 times. e is sinkhorn_eps. The last step
+leaves the column sums (over output streams) at 1 / (1 + e or so), so that the mean of the streams keeps what it had;
+row sums are nearly 1. Columns first: the same with rows and columns exchanged throughout.
 """
 
 import torch
@@ -21,16 +22,17 @@ from torch import Tensor
 
 from .layers import Shape, Weights, norm, sublayer, sublayer_name
 
-SINKHORN_EPS = 1e-6
+SUM_OVER = {"rows_first": (-1, -2), "columns_first": (-2, -1)}  # of [..., t, s]: a row's sum is over s
 
 
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+def sinkhorn(logits: Tensor, iterations: int, order: str = "rows_first", eps: float = 1e-6) -> Tensor:
     """[..., output stream, input stream] to the same."""
-    matrix = torch.softmax(logits, dim=-1) + SINKHORN_EPS
-    matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + SINKHORN_EPS)
+    first, second = SUM_OVER[order]
+    matrix = torch.softmax(logits, dim=first) + eps
+    matrix = matrix / (matrix.sum(dim=second, keepdim=True) + eps)
     for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + SINKHORN_EPS)
-        matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + SINKHORN_EPS)
+        matrix = matrix / (matrix.sum(dim=first, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(dim=second, keepdim=True) + eps)
     return matrix
 
 
@@ -39,7 +41,7 @@ def total(tensors: list[Tensor]) -> Tensor:
 
 
 def coefficients(
-    weights: Weights, name: str, streams: list[Tensor], coefficient_eps: float, sinkhorn_iterations: int
+    weights: Weights, name: str, streams: list[Tensor], coefficient_eps: float, sinkhorn_options: tuple[int, str, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """pre [B, T, n], post [B, T, n] and R [B, T, n, n]."""
     n = len(streams)
@@ -49,7 +51,7 @@ def coefficients(
     pre = torch.sigmoid(weights[f"{name}.scale_pre"] * m[..., :n] + bias[:n])
     post = 2 * torch.sigmoid(weights[f"{name}.scale_post"] * m[..., n : 2 * n] + bias[n : 2 * n])
     res = weights[f"{name}.scale_res"] * m[..., 2 * n :] + bias[2 * n :]
-    return pre, post, sinkhorn(res.unflatten(-1, (n, n)), sinkhorn_iterations)
+    return pre, post, sinkhorn(res.unflatten(-1, (n, n)), *sinkhorn_options)
 
 
 def final_hidden(
@@ -61,13 +63,15 @@ def final_hidden(
     eps: float = 1e-6,
     coefficient_eps: float = 1e-6,
     sinkhorn_iterations: int = 20,
+    sinkhorn_order: str = "rows_first",
+    sinkhorn_eps: float = 1e-6,
     readout: str = "mean_then_norm",
 ) -> Tensor:
-    n = num_streams
+    n, sinkhorn_options = num_streams, (sinkhorn_iterations, sinkhorn_order, sinkhorn_eps)
     streams = [embedding for _ in range(n)]
     for k in range(2 * shape.num_layers):
         name = f"{sublayer_name(k)}_residual"
-        pre, post, r = coefficients(weights, name, streams, coefficient_eps, sinkhorn_iterations)
+        pre, post, r = coefficients(weights, name, streams, coefficient_eps, sinkhorn_options)
         branch_input = total([pre[..., s, None] * streams[s] for s in range(n)])
         y = sublayer(weights, k, norm(weights, f"{name}.norm", branch_input, eps), shape)
         mixed = [total([r[..., t, s, None] * streams[s] for s in range(n)]) for t in range(n)]

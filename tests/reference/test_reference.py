@@ -16,13 +16,20 @@ from .weights import parameter_shapes, random_weights
 
 SMALL = Shape(3, 16, 24, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=11)
 CASES: list[tuple[str, dict[str, Any]]] = [("pre_ln", {}), ("hc", {}), ("hc", {"num_streams": 3}), ("moda", {})]
-CASES += [("hc", {"readout": "norm_then_sum"})]
+CASES += [("hc", {"readout": "norm_then_sum"}), ("moda", {"norm": "post"})]
 CASES += [("sandwich_ln", {}), ("lns", {}), ("deepnorm", {}), ("keel", {}), ("mhc", {}), ("mhc", {"num_streams": 3})]
+CASES += [("mhc", {"sinkhorn_order": "columns_first", "sinkhorn_eps": eps}) for eps in (1e-6, 0.0)]
 CASES += [("block_attnres", {"sublayers_per_block": b}) for b in (1, 2, 3, 4, 7)]
+CASES += [("block_attnres", {"sublayers_per_block": 2, "key_norm": False})]
 ANY = pytest.mark.parametrize("architecture, options", CASES)
 EPS = 1e-14
-# mHC: equal streams reach the first norm, which drops their scale; the columns of the last R sum to 1 whatever it is
-MHC_WITHOUT_EFFECT = {"blocks.0.attention_residual.scale_pre", "blocks.2.mlp_residual.scale_res"}
+# mHC: equal streams reach the first norm, which drops their scale, and a first R whose rows sum to 1 keeps them equal;
+# the mean of streams does not see a last R whose columns sum to 1
+FIRST, LAST = "blocks.0.attention_residual", "blocks.2.mlp_residual"
+MHC_WITHOUT_EFFECT = {
+    "rows_first": {f"{FIRST}.scale_pre", f"{LAST}.scale_res"},
+    "columns_first": {f"{FIRST}.scale_pre", f"{FIRST}.scale_res"},
+}
 PARTS = (("static", ""), ("dynamic", ""), ("dynamic", "_scale"))
 
 
@@ -56,8 +63,9 @@ def test_loss_counts_masked_tokens_and_reaches_every_weight(architecture: str, o
     logits = reference_logits(weights, tokens, SMALL, architecture, **options)
     same(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"))
     assert count == 10
+    idle = MHC_WITHOUT_EFFECT[options.get("sinkhorn_order", "rows_first")] if architecture == "mhc" else set()
     for name, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
-        if architecture == "mhc" and name in MHC_WITHOUT_EFFECT:
+        if name in idle:
             assert gradient.abs().max() < 1e-5, name
         else:
             assert gradient.abs().max() > 1e-6, name
@@ -96,26 +104,28 @@ def test_attnres_with_zero_queries_is_pre_ln(length: int) -> None:
     same(out, reference_logits(weights, tokens, SMALL, "pre_ln", eps=EPS))
 
 
-def read(weights: dict[str, Tensor], name: str, sources: list[Tensor]) -> Tensor:
+def read(weights: dict[str, Tensor], name: str, sources: list[Tensor], key_norm: bool) -> Tensor:
     stack = torch.stack(sources)
-    keys = F.rms_norm(stack, (16,), weights[f"{name}.key_norm.weight"], 1e-5)
+    keys = F.rms_norm(stack, (16,), weights[f"{name}.key_norm.weight"], 1e-5) if key_norm else stack
     p = torch.einsum("d,nbtd->nbt", weights[f"{name}.query"], keys).softmax(dim=0)
     return torch.einsum("nbt,nbtd->btd", p, stack)
 
 
+@pytest.mark.parametrize("key_norm", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9])
-def test_attnres_from_all_outputs(length: int) -> None:
+def test_attnres_from_all_outputs(length: int, key_norm: bool) -> None:
     """Keep every raw output and sum the blocks anew for each read; length 1 is literally Full AttnRes."""
-    weights, tokens = example("block_attnres")
+    weights, tokens = example("block_attnres", key_norm=key_norm)
+    assert any("key_norm" in name for name in weights) == key_norm
     outputs = [weights["embedding.weight"][tokens]]
     for k in range(7):
         branches = outputs[1:]
         sources = [outputs[0], *(torch.stack(branches[j : j + length]).sum(dim=0) for j in range(0, k, length))]
         name = "readout" if k == 6 else sublayer_name(k) + "_residual"
-        mixed = outputs[0] if k == 0 else read(weights, name, sources)
+        mixed = outputs[0] if k == 0 else read(weights, name, sources, key_norm)
         x = F.rms_norm(mixed, (16,), weights[f"{name}.norm.weight"], 1e-6 if k == 0 else 1e-5)
         outputs.append(x if k == 6 else sublayer(weights, k, x, SMALL))
-    out = reference_logits(weights, tokens, SMALL, "block_attnres", sublayers_per_block=length)
+    out = reference_logits(weights, tokens, SMALL, "block_attnres", sublayers_per_block=length, key_norm=key_norm)
     same(out, F.linear(outputs[-1], weights["head.weight"]))
 
 
@@ -163,7 +173,8 @@ def test_moda_with_one_block_is_pre_ln() -> None:
     same(reference_logits(weights, tokens, shape, "moda"), reference_logits(weights, tokens, shape, "pre_ln"))
 
 
-def test_moda_by_masked_attention_over_all_keys() -> None:
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_moda_by_masked_attention_over_all_keys(norm: str) -> None:
     """Depth keys follow the sequence keys; a diagonal mask lets every token see its own depth keys alone."""
     weights, tokens = example("moda")
     h = weights["embedding.weight"][tokens]
@@ -177,29 +188,36 @@ def test_moda_by_masked_attention_over_all_keys() -> None:
     def turn(x: Tensor) -> Tensor:
         return torch.stack([rope(head, 10000.0) for head in x.unbind(1)], dim=1)
 
+    def normalised(x: Tensor, name: str, when: str) -> Tensor:
+        return F.rms_norm(x, (16,), weights[f"{name}_residual.norm.weight"], 1e-6) if norm == when else x
+
     for i in range(3):
         block = f"blocks.{i}"
-        x = F.rms_norm(h, (16,), weights[f"{block}.attention_residual.norm.weight"], 1e-6)
+        x = normalised(h, f"{block}.attention", "pre")
         q, k, v = (heads(x, f"{block}.attention.{part}") for part in "qkv")
         all_k = torch.cat([turn(k), *depth_k], dim=2).repeat_interleave(2, dim=1)
         all_v = torch.cat([v, *depth_v], dim=2).repeat_interleave(2, dim=1)
         seen = torch.cat([torch.ones(6, 6).tril(), torch.eye(6).repeat(1, 2 * i)], dim=1).bool()
         out = F.scaled_dot_product_attention(turn(q), all_k, all_v, attn_mask=seen)
         h = h + F.linear(out.transpose(1, 2).reshape(2, 6, 16), weights[f"{block}.attention.out.weight"])
-        x = F.rms_norm(h, (16,), weights[f"{block}.mlp_residual.norm.weight"], 1e-6)
+        h = normalised(h, f"{block}.attention", "post")
+        x = normalised(h, f"{block}.mlp", "pre")
         gate, up, down = (weights[f"{block}.mlp.{part}.weight"] for part in ("gate", "up", "down"))
-        h = h + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        h = normalised(h + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down), f"{block}.mlp", "post")
         if i < 2:
             depth_k += [k, heads(x, f"{block}.mlp_residual.depth_k")]
             depth_v += [v, heads(x, f"{block}.mlp_residual.depth_v")]
     x = F.rms_norm(h, (16,), weights["readout.norm.weight"], 1e-6)
-    same(reference_logits(weights, tokens, SMALL, "moda"), F.linear(x, weights["head.weight"]))
+    same(reference_logits(weights, tokens, SMALL, "moda", norm=norm), F.linear(x, weights["head.weight"]))
 
 
 @pytest.mark.parametrize("architecture", ["sandwich_ln", "lns", "deepnorm", "keel"])
-@pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_single_stream_variants_with_their_constants_written_out(architecture: str, eps: float) -> None:
+@pytest.mark.parametrize(("eps", "post_eps"), [(1e-6, 1e-6), (0.1, 0.01)])
+def test_single_stream_variants_with_their_constants_written_out(
+    architecture: str, eps: float, post_eps: float
+) -> None:
     weights, tokens = example(architecture)
+    options = {"eps": eps} | ({"post_norm_eps": post_eps} if architecture in ("sandwich_ln", "keel") else {})
     h = weights["embedding.weight"][tokens]
     for k, block in enumerate([1, 1, 2, 2, 3, 3]):
         name = sublayer_name(k) + "_residual"
@@ -209,14 +227,14 @@ def test_single_stream_variants_with_their_constants_written_out(architecture: s
         if architecture == "lns":
             h = h + y
         elif architecture == "sandwich_ln":
-            h = h + F.rms_norm(y, (16,), post, eps)
+            h = h + F.rms_norm(y, (16,), post, post_eps)
         elif architecture == "deepnorm":
             h = F.layer_norm(1.5650845800732873 * h + y, (16,), w, None, eps)
         else:
             assert (post is None) == (k == 0)
-            h = h + y if post is None else F.rms_norm((1.0 if k == 1 else 6.0) * h + y, (16,), post, eps)
+            h = h + y if post is None else F.rms_norm((1.0 if k == 1 else 6.0) * h + y, (16,), post, post_eps)
     x = F.rms_norm(h, (16,), weights["readout.norm.weight"], eps)
-    same(reference_logits(weights, tokens, SMALL, architecture, eps=eps), F.linear(x, weights["head.weight"]))
+    same(reference_logits(weights, tokens, SMALL, architecture, **options), F.linear(x, weights["head.weight"]))
 
 
 def test_lns_is_pre_ln_with_smaller_gains() -> None:
@@ -231,8 +249,8 @@ def test_lns_is_pre_ln_with_smaller_gains() -> None:
 def test_sandwich_ln_forgets_the_scale_of_a_branch() -> None:
     weights, tokens = example("sandwich_ln")
     larger = {n: 5 * w if n.endswith((".out.weight", ".down.weight")) else w for n, w in weights.items()}
-    out = reference_logits(weights, tokens, SMALL, "sandwich_ln", eps=EPS)
-    same(reference_logits(larger, tokens, SMALL, "sandwich_ln", eps=EPS), out)
+    out = reference_logits(weights, tokens, SMALL, "sandwich_ln", post_norm_eps=EPS)
+    same(reference_logits(larger, tokens, SMALL, "sandwich_ln", post_norm_eps=EPS), out)
 
 
 @pytest.mark.parametrize("architecture", ["deepnorm", "keel"])
@@ -251,21 +269,25 @@ def test_branches_alpha_times_larger_make_alpha_1(architecture: str) -> None:
             h = h + sublayer(weights, k, F.rms_norm(h, (16,), weights[f"{name}.norm.weight"], EPS), SMALL)
             h = F.rms_norm(h, (16,), weights[f"{name}.post_norm.weight"], EPS) if k > 0 else h
     x = F.rms_norm(h, (16,), weights["readout.norm.weight"], EPS)
-    same(reference_logits(larger, tokens, SMALL, architecture, eps=EPS), F.linear(x, weights["head.weight"]))
+    eps = {"eps": EPS} | ({"post_norm_eps": EPS} if architecture == "keel" else {})
+    same(reference_logits(larger, tokens, SMALL, architecture, **eps), F.linear(x, weights["head.weight"]))
 
 
-def test_sinkhorn_by_hand() -> None:
-    """Plain numbers, entry by entry: p[out][in], rows before columns, 1e-6 in the start and in every denominator."""
+@pytest.mark.parametrize("eps", [1e-6, 1e-2, 0.0])
+def test_sinkhorn_by_hand(eps: float) -> None:
+    """Plain numbers, entry by entry: p[out][in], rows before columns, eps in the start and in every denominator; then
+    columns before rows, which is the same on the transposed matrix."""
     logits = [[0.3, -1.2, 2.0], [1.1, 0.4, -0.7], [-2.0, 0.9, 0.1]]
     for iterations in (1, 2, 20):
-        p = [[math.exp(e) / sum(map(math.exp, row)) + 1e-6 for e in row] for row in logits]
+        p = [[math.exp(e) / sum(map(math.exp, row)) + eps for e in row] for row in logits]
         for i in range(iterations):
             if i > 0:
-                p = [[e / (sum(row) + 1e-6) for e in row] for row in p]
-            columns = [sum(row[s] for row in p) + 1e-6 for s in range(3)]
+                p = [[e / (sum(row) + eps) for e in row] for row in p]
+            columns = [sum(row[s] for row in p) + eps for s in range(3)]
             p = [[e / c for e, c in zip(row, columns, strict=True)] for row in p]
-        result = mhc.sinkhorn(torch.tensor(logits, dtype=torch.float64), iterations)
-        same(result, torch.tensor(p, dtype=torch.float64))
+        matrix, expected = torch.tensor(logits, dtype=torch.float64), torch.tensor(p, dtype=torch.float64)
+        same(mhc.sinkhorn(matrix, iterations, "rows_first", eps), expected)
+        same(mhc.sinkhorn(matrix.T, iterations, "columns_first", eps), expected.T)
 
 
 @pytest.mark.parametrize("n", [3, 4])
@@ -288,14 +310,14 @@ def test_mhc_in_matrix_form(n: int) -> None:
 
 
 def test_mhc_mixing_is_far_from_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What random_weights promises: a transposed or column-first Sinkhorn would show."""
+    """What random_weights promises: a transposed Sinkhorn would show, and so would the other order."""
     weights, tokens = example("mhc")
     out = reference_logits(weights, tokens, SMALL, "mhc")
     seen = []
     original = mhc.sinkhorn
 
-    def spy(logits: Tensor, iterations: int) -> Tensor:
-        seen.append(original(logits, iterations))
+    def spy(logits: Tensor, *options: Any) -> Tensor:
+        seen.append(original(logits, *options))
         return seen[-1].mT
 
     monkeypatch.setattr(mhc, "sinkhorn", spy)
@@ -303,18 +325,22 @@ def test_mhc_mixing_is_far_from_symmetric(monkeypatch: pytest.MonkeyPatch) -> No
     for r in seen:
         torch.testing.assert_close(r.sum(dim=-2), torch.ones_like(r[..., 0]), rtol=0, atol=2e-6)
         assert (r - r.mT).abs().amax(dim=(-1, -2)).mean() > 0.2
-    monkeypatch.setattr(mhc, "sinkhorn", lambda logits, iterations: original(logits.mT, iterations).mT)
-    assert (reference_logits(weights, tokens, SMALL, "mhc") - out).norm() > 3e-4 * out.norm()
+    monkeypatch.undo()
+    other = reference_logits(weights, tokens, SMALL, "mhc", sinkhorn_order="columns_first")
+    assert (other - out).norm() > 3e-4 * out.norm()
+    without_eps = reference_logits(weights, tokens, SMALL, "mhc", sinkhorn_eps=0.0)
+    assert (without_eps - out).norm() > 1e-6 * out.norm()
 
 
 def test_sinkhorn_sums() -> None:
-    """Column sums are 1; row sums only nearly, and less so for larger logits."""
+    """Rows first: column sums are 1, row sums only nearly, less so for larger logits. Columns first: the reverse."""
     logits = torch.randn(200, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     one = torch.ones(200, 4, dtype=torch.float64)
     for spread, tolerance in ((0.5, 1e-5), (2.0, 0.2)):
-        r = mhc.sinkhorn(spread * logits, 20)
-        torch.testing.assert_close(r.sum(dim=-2), one, rtol=0, atol=2e-6)
-        torch.testing.assert_close(r.sum(dim=-1), one, rtol=0, atol=tolerance)
+        for order, exact in (("rows_first", -2), ("columns_first", -1)):
+            r = mhc.sinkhorn(spread * logits, 20, order)
+            torch.testing.assert_close(r.sum(dim=exact), one, rtol=0, atol=2e-6)
+            torch.testing.assert_close(r.sum(dim=-3 - exact), one, rtol=0, atol=tolerance)
 
 
 def test_mhc_streams_may_change_places() -> None:
@@ -329,7 +355,7 @@ def test_mhc_streams_may_change_places() -> None:
     same(reference_logits(renamed, tokens, SMALL, "mhc"), reference_logits(weights, tokens, SMALL, "mhc"))
 
 
-def test_mhc_with_identity_routing_is_pre_ln(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mhc_with_identity_routing_is_pre_ln() -> None:
     weights, tokens = example("mhc")
     for k in range(6):
         name = sublayer_name(k) + "_residual"
@@ -339,9 +365,8 @@ def test_mhc_with_identity_routing_is_pre_ln(monkeypatch: pytest.MonkeyPatch) ->
     out = reference_logits(weights, tokens, SMALL, "mhc", eps=EPS)
     expected = reference_logits(weights, tokens, SMALL, "pre_ln", eps=EPS)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(mhc, "SINKHORN_EPS", 0.0)
-    same(reference_logits(weights, tokens, SMALL, "mhc", eps=EPS), expected)
-    same(reference_logits(weights, tokens, SMALL, "mhc", eps=EPS, readout="sum_then_norm"), expected)
+    for options in ({}, {"readout": "sum_then_norm"}, {"sinkhorn_order": "columns_first"}):
+        same(reference_logits(weights, tokens, SMALL, "mhc", eps=EPS, sinkhorn_eps=0.0, **options), expected)
 
 
 def test_mhc_readouts_differ_by_the_eps_of_the_norm() -> None:

@@ -89,6 +89,16 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
             "residual": {"architecture": "moda"},
         },
     ),
+    "bf16_pp2_vp2_attnres": (
+        2,
+        {
+            "model": {"num_layers": 4},
+            "parallel": {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True},
+            "pipeline": {"overlap_p2p": True},
+            "train": {"precision": "bf16"},
+            "residual": {"architecture": "block_attnres", "sublayers_per_block": 3},
+        },
+    ),
 }
 
 
