@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import message
 from .edges import Edge, Local
-from .flows import Flows, flow
+from .flows import Flows, colour
 from .ledger import Ledger
 from .message import Label
 from .order import Order
@@ -96,6 +96,9 @@ class Communicator(P2PCommunicator):
                     handles[name].wait()
         return received[0], received[1], None if wait_on_reqs else handles
 
+    def _flow(self, backward: bool, sender: int) -> dist.ProcessGroup:
+        return self.link.flows[backward, colour(sender, self.stages)]
+
     def _edge(self, label: Label) -> Edge:
         return self.link.between[label.receiver - 1]
 
@@ -110,7 +113,7 @@ class Communicator(P2PCommunicator):
             self.sending.pop(backward).wait()
         message.write_header(packed, label, self.number)
         destination = self.prev_rank if backward else self.next_rank
-        work = dist.isend(packed, destination, group=flow(self.link.flows, backward, self.stage))
+        work = dist.isend(packed, destination, group=self._flow(backward, self.stage))
         self.link.ledger.note(label.receiver, backward, len(edge.tensors), size * packed.itemsize, message.HEADER_BYTES)
         self.sending[backward] = Handle(work, packed, label, None, self.link.watchdog)
         return self.sending[backward]
@@ -121,7 +124,7 @@ class Communicator(P2PCommunicator):
         packed = message.buffer(shapes, self.config.pipeline_dtype, torch.device(torch.cuda.current_device()))
         source = self.next_rank if backward else self.prev_rank
         sender = (self.stage + (1 if backward else -1)) % self.stages
-        work = dist.irecv(packed, source, group=flow(self.link.flows, backward, sender))
+        work = dist.irecv(packed, source, group=self._flow(backward, sender))
         handle = Handle(work, packed, label, self.number if self.check_headers else None, self.link.watchdog)
         packed.requires_grad_(not backward)
         return handle

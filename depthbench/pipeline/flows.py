@@ -1,33 +1,41 @@
 """Process groups for messages between stages.
 
 Megatron-Core sends forward and backward messages through one group. Where the previous and the next stage are the same
-process (two stages with interleaving), they can then be taken for each other (silently: their shapes are equal), and
-with NCCL, which keeps all messages between two processes in one order, they can wait for each other. Here each
-direction has a group of its own, and with two stages each direction and sender, so that a group carries messages one
-way between any two processes, in the order in which they are sent.
+process (two stages with interleaving), they can then be taken for each other (silently: their shapes are equal). And
+NCCL runs what a process sends and receives in one group one after the other: around the ring of stages each could wait
+for the next one to receive. Here every direction has groups of its own, and in each of them a process has one
+neighbour only, to which it sends or from which it receives, in the order in which messages are sent.
 """
+
+from datetime import timedelta
 
 import torch.distributed as dist
 
 Flows = dict[tuple[bool, int], dist.ProcessGroup]
-"""(backward, sending stage mod 2) -> group; the stage counts only where there are two."""
+"""(backward, colour of the sending stage) -> group."""
+
+# the watchdog comes first, and says more than a process group's own timeout
+_LONGER_THAN_THE_WATCHDOG = 2.0
+_FOR_EVER = timedelta(days=365)
 
 
-def make_flows(pipeline_group: dist.ProcessGroup) -> Flows:
-    """A collective call of the whole world, which every process makes for its own pipeline."""
+def colour(sender: int, stages: int) -> int:
+    """Neighbours on the ring of stages send through groups of different colours: two do, or three if they are odd."""
+    return 2 if stages % 2 and sender == stages - 1 else sender % 2
+
+
+def make_flows(pipeline_group: dist.ProcessGroup, timeout: float | None) -> Flows:
+    """A collective call of the whole world, which every process makes for its own pipeline. timeout: the watchdog's."""
+    limit = _FOR_EVER if timeout is None else timedelta(seconds=_LONGER_THAN_THE_WATCHDOG * timeout)
     mine = tuple(dist.get_process_group_ranks(pipeline_group))
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    senders = (0, 1) if len(mine) == 2 else (0,)
+    colours = sorted({colour(sender, len(mine)) for sender in range(len(mine))})
     flows: Flows = {}
     for ranks in sorted(set(everyone)):
         for backward in (False, True):
-            for sender in senders:
-                group = dist.new_group(list(ranks))
+            for number in colours:
+                group = dist.new_group(list(ranks), timeout=limit)
                 if ranks == mine:
-                    flows[backward, sender] = group
+                    flows[backward, number] = group
     return flows
-
-
-def flow(flows: Flows, backward: bool, sender: int) -> dist.ProcessGroup:
-    return flows[backward, sender % 2 if len(flows) == 4 else 0]

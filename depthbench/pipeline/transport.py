@@ -49,7 +49,7 @@ class Transport:
         self.ledger = Ledger()
         self.watchdog = Watchdog(options.timeout, f"rank {dist.get_rank()}, pipeline stage {self.stage}")
         between = edges(residual, layout, options.history_cache)
-        self.link = Link(between, local, make_flows(pp_group), self.ledger, self.watchdog)
+        self.link = Link(between, local, make_flows(pp_group, options.timeout), self.ledger, self.watchdog)
         self.boundaries: list[Boundary] = boundaries(
             residual, layout, self.stage, local, options.history_cache, self.cache
         )

@@ -29,10 +29,10 @@ from .state import DepthState, StateSpec, TensorSpec
 
 @dataclass(frozen=True)
 class BlockAttnResConfig:
-    """Give the block length in sublayers or the number of blocks (then it is ceil(2L / num_blocks))."""
+    """Give the block length in sublayers or the number of blocks."""
 
     sublayers_per_block: int | None = None
-    num_blocks: int | None = None
+    num_blocks: int | None = None  # at most: blocks get ceil(2L / num_blocks) sublayers, so at L=14, 8 makes 7 blocks
     temperature: float = 1.0  # divides the logits
     key_norm: bool = True  # false: keys are the sources themselves, and there is no gain
     key_norm_eps: float = 1e-5

@@ -6,7 +6,8 @@ With H [n, D] the streams and H^ their parameter-free RMS-normalised rows,
     read:  norm(sum_s alpha[s, 0] H_s)           write:  H_t <- sum_s alpha[s, 1+t] H_s + beta_t F(...)
 
 All streams start as the embedding; the readout is norm(sum of streams). Initially sublayer k reads stream k mod n and
-the mix is the identity, so the model equals Pre-LN; attention-out and MLP-down weights are divided by sqrt(n).
+the mix is the identity, so the model equals a Pre-LN with the same weights; attention-out and MLP-down weights start
+divided by sqrt(n).
 
 Source: arXiv 2409.19606; DepthBench `hc`. State: live `streams` [S, B, N, D], N streams.
 """

@@ -38,8 +38,7 @@ class MHCConfig:
     sinkhorn_iterations: int = 20
     sinkhorn_order: Literal["rows_first", "columns_first"] = "rows_first"  # columns_first: the paper's
     sinkhorn_eps: float = 1e-6  # added after the first normalisation, and to every later denominator
-    # gap8: read and keep one stream, nearly Pre-LN. near_uniform: average all; the paper's learning-rate sweep
-    init: Literal["gap8", "near_uniform"] = "gap8"
+    init: Literal["gap8", "near_uniform"] = "gap8"  # read and keep one stream, nearly Pre-LN; or average them all
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
     norm_eps: float = 1e-6
     coefficient_eps: float = 1e-6  # of the streams' joint norm

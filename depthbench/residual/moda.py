@@ -29,7 +29,7 @@ from .state import DepthState, Placement, StateSpec, TensorSpec
 
 @dataclass(frozen=True)
 class MoDAConfig:
-    norm: Literal["pre", "post"] = "pre"
+    norm: Literal["pre", "post"] = "pre"  # of the branch's input, or of h and the branch
     norm_eps: float = 1e-6
 
 

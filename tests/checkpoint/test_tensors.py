@@ -98,7 +98,9 @@ def run_for(layout: str, architecture: str, residual: dict[str, Any], precision:
     return world_size, small_run(architecture, residual, parallel=parallel, pipeline=pipeline, model=model, train=train)
 
 
-ATTNRES, HC, MODA = ("block_attnres", {"sublayers_per_block": 3}, "bf16"), ("hc", {}, "fp32"), ("moda", {}, "bf16")
+ATTNRES: tuple[str, dict[str, Any], str] = ("block_attnres", {"sublayers_per_block": 3}, "bf16")
+HC: tuple[str, dict[str, Any], str] = ("hc", {}, "fp32")
+MODA: tuple[str, dict[str, Any], str] = ("moda", {}, "bf16")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ SETTINGS: list[tuple[str, int, dict[str, Any], str]] = [
     ("block", 1, {"residual": {"architecture": "block_attnres", "sublayers_per_block": 5}}, r"per_block=5 .* 1\.\.4"),
     ("no block", 1, {"residual": {"architecture": "block_attnres"}}, r"give residual.sublayers_per_block or"),
     ("context", 2, {"parallel": {"context": 2}}, r"context=2: context parallelism is not supported.*parallel.sequence"),
-    ("pipeline", 2, {"parallel": {"pipeline": 2}}, r"parallel.pipeline=2.* use 1, with tensor and data parallelism"),
+    ("pipeline", 2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, r"num_layers=2: a chunk would hold no block"),
     ("no validation", 1, {"data": {"valid": []}}, r"set data.valid or data.valid_fraction, or train.eval_every=0"),
     ("no corpus", 1, {"data": {"train": [{"prefix": "/nowhere/c"}]}}, r"/nowhere/c.idx does not exist.*prepare"),
     ("no tokenizer", 1, {"data": {"tokenizer": "/nowhere/t.model"}}, r"no tokenizer at /nowhere/t.model"),
