@@ -117,8 +117,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
             f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} x "
             f"{replicas} data-parallel ranks = {train.micro_batch * replicas}"
         )
-    if run.parallel.pipeline > 1:
-        _check_schedule(run, replicas)
+    _check_schedule(run, replicas)
 
 
 def _check_ranges(run: RunConfig) -> None:

@@ -64,6 +64,8 @@ REFUSED: list[tuple[str, int, str]] = [
     ),
     ("parallel.tensor=2", 3, "3 processes cannot hold parallel.tensor=2 x parallel.pipeline=1 = 2 ranks a model copy"),
     ("parallel.overlap_param_gather=true", 1, "parallel.overlap_grad_reduce=true (it is false)"),
+    ("pipeline.overlap_p2p=true", 1, "pipeline.overlap_p2p=true needs the interleaved schedule"),
+    ("pipeline.timeout=-1", 1, "pipeline.timeout=-1.0 must be above 0"),
     (
         "parallel=dp parallel.distributed_optimizer=false",
         1,
