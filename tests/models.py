@@ -25,6 +25,7 @@ ARCHITECTURES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("lns", {}, {}),
     ("deepnorm", {}, {}),
     ("keel", {}, {}),
+    ("block_attnres", {"sublayers_per_block": 1}, {"sublayers_per_block": 1}),  # Full AttnRes
     ("block_attnres", {"sublayers_per_block": 3}, {"sublayers_per_block": 3}),
     ("hc", {}, {}),
     ("mhc", {}, {}),

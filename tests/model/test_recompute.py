@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,8 +49,7 @@ def storages() -> Iterator[_Storages]:
 
 def passes(run: RunConfig, context: ParallelContext, mode: Recompute) -> tuple[int, list[torch.Tensor]]:
     """Bytes of activations that live between forward and backward, then the loss and every gradient."""
-    stage = build_stage(run, context)
-    stage.recompute = mode
+    stage = build_stage(replace(run, parallel=replace(run.parallel, recompute=mode)), context)
     shape = reference_shape(run)
     weights = random_weights(shape, run.architecture, torch.Generator().manual_seed(1), **OPTIONS[run.architecture])
     load_weights(stage, {name: weight.detach() for name, weight in weights.items()})
@@ -65,12 +65,16 @@ def passes(run: RunConfig, context: ParallelContext, mode: Recompute) -> tuple[i
 OPTIONS = {architecture: options for architecture, _, options in ARCHITECTURES}
 
 
-def compare(rank: int, world_size: int, store: str, run: RunConfig) -> dict[str, int]:
+def compare(rank: int, world_size: int, store: str, run: RunConfig, exact: bool) -> dict[str, int]:
     context = start_stage(rank, world_size, store, run).context
     found = {mode: passes(run, context, mode) for mode in Recompute}
-    for mode, (_, values) in found.items():
-        for one, other in zip(values, found[Recompute.NONE][1], strict=True):
-            assert torch.equal(one, other), f"{mode} changes a value"
+    for one, other in zip(found[Recompute.SELECTIVE][1], found[Recompute.FULL][1], strict=True):
+        assert torch.equal(one, other), "selective and full recomputation differ"
+    for one, other in zip(found[Recompute.FULL][1], found[Recompute.NONE][1], strict=True):
+        if exact:
+            assert torch.equal(one, other), "recomputation changes a value"
+        else:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
     assert all(bool(value.any()) for value in found[Recompute.NONE][1])
     return {mode.value: held for mode, (held, _) in found.items()}
 
@@ -79,10 +83,12 @@ def compare(rank: int, world_size: int, store: str, run: RunConfig) -> dict[str,
     "parallel", [{"tensor": 1}, {"tensor": 2}, {"tensor": 2, "sequence": True}], ids=["one", "tp2", "tp2_sp"]
 )
 @pytest.mark.parametrize(("architecture", "residual", "options"), ARCHITECTURES)
-def test_gradients_are_bit_equal_and_memory_falls(
+def test_gradients_are_equal_and_memory_falls(
     architecture: str, residual: dict[str, Any], options: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
+    """Bit by bit; up to float32 rounding where depth reads share passes, which a checkpoint between them prevents."""
     parallel = {**parallel, "distributed_optimizer": False}
     run = small_run(architecture, residual, parallel=parallel, train={"precision": "fp32"})
-    for held in run_workers(parallel["tensor"], compare, run):
+    exact = architecture != "block_attnres"
+    for held in run_workers(parallel["tensor"], compare, run, exact):
         assert held["none"] > 1.1 * held["selective"] > 1.1 * 1.1 * held["full"], held

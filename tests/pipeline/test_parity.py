@@ -32,9 +32,6 @@ from tests.models import (
 )
 from tests.parallel.test_layouts import microbatches, reference_step
 
-FULL = ("block_attnres", {"sublayers_per_block": 1}, {"sublayers_per_block": 1})
-TEN = [*ARCHITECTURES, FULL]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -77,13 +74,13 @@ class Case:
     recompute: str
 
     def __str__(self) -> str:
-        name, residual, _ = TEN[self.architecture]
-        full = "full_attnres" if residual == FULL[1] else name
+        name, residual, _ = ARCHITECTURES[self.architecture]
+        full = "full_attnres" if residual == {"sublayers_per_block": 1} else name
         settings = ("cached" if self.cached else "resent", "overlap" if self.overlap else "plain", self.recompute)
         return "-".join((full, LAYOUTS[self.layout].name, *settings))
 
     def run(self, **sections: Any) -> RunConfig:
-        name, residual, _ = TEN[self.architecture]
+        name, residual, _ = ARCHITECTURES[self.architecture]
         layout = LAYOUTS[self.layout]
         parallel = {"distributed_optimizer": False, "recompute": self.recompute, **layout.parallel}
         pipeline = {"history_cache": self.cached, "overlap_p2p": self.overlap, **layout.pipeline}
@@ -111,7 +108,7 @@ class Case:
 
 
 def cases() -> list[Any]:
-    every = product(range(len(TEN)), range(len(LAYOUTS)), (True, False), (True, False), ("none", "full"))
+    every = product(range(len(ARCHITECTURES)), range(len(LAYOUTS)), (True, False), (True, False), ("none", "full"))
     found = [case for case in (Case(*each) for each in every) if case.interleaved or not case.overlap]
     return [pytest.param(c, id=str(c), marks=[] if c.everyday else [pytest.mark.matrix]) for c in found]
 
@@ -158,7 +155,7 @@ def one_step(rank: int, world_size: int, store: str, run: RunConfig, weights: We
 
 @cache
 def reference(architecture: int, global_batch: int, tied: bool = False) -> tuple[Weights, Weights, float, int]:
-    name, residual, options = TEN[architecture]
+    name, residual, options = ARCHITECTURES[architecture]
     model = {"num_layers": 8, "tie_embeddings": tied}
     run = small_run(name, residual, model=model, train={"micro_batch": 2, "global_batch": global_batch})
     return reference_step(run, name, options)
@@ -227,7 +224,7 @@ OPTIMIZER = {"lr": 1e-3, "clip_norm": 1.0, "warmup_fraction": 0.2, "eps": 1e-4} 
 
 @cache
 def trained_alone(architecture: int, global_batch: int) -> tuple[list[float], list[float], Weights]:
-    name, residual, _ = TEN[architecture]
+    name, residual, _ = ARCHITECTURES[architecture]
     train = {**TRAIN, "micro_batch": 2, "global_batch": global_batch}
     run = small_run(name, residual, model={"num_layers": 8}, train=train, optimizer=OPTIMIZER)
     ((losses, norms, weights),) = run_workers(1, updates, run)
@@ -236,7 +233,7 @@ def trained_alone(architecture: int, global_batch: int) -> tuple[list[float], li
 
 def training_cases() -> list[Any]:
     found = []
-    for architecture, layout in product(range(len(TEN)), range(len(LAYOUTS))):
+    for architecture, layout in product(range(len(ARCHITECTURES)), range(len(LAYOUTS))):
         interleaved = "virtual_pipeline" in LAYOUTS[layout].parallel
         case = Case(architecture, layout, True, interleaved and architecture % 2 == 0, "none")
         marks = [] if (architecture + layout) % len(LAYOUTS) == 7 else [pytest.mark.matrix]
