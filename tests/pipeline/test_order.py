@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
     get_schedule_table,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from depthbench.model.stage import ScheduleSeam
@@ -218,7 +218,10 @@ def run_schedule(one: Pass, spoil: Callable[[int, Order], Order] = as_is) -> Non
             Chunk(communicator.config, number, virtual if interleaved else None, elements, ran[stage])
             for virtual, number in enumerate(where.chunks_of(stage))
         ]
-        alone = Group(network, 0, 1, -1)
+        alone: Any = Group(network, 0, 1, -1)
+        collection = ProcessGroupCollection()
+        collection.tp, collection.cp, collection.dp_cp, collection.pp = alone, alone, alone, communicator.pp_group
+        collection.embd = collection.pos_embd = None
         schedule = forward_backward_pipelining_without_interleaving
         if interleaved:
             schedule = forward_backward_pipelining_with_interleaving
@@ -232,9 +235,7 @@ def run_schedule(one: Pass, spoil: Callable[[int, Order], Order] = as_is) -> Non
                 micro_batch_size=1,
                 forward_only=one.forward_only,
                 p2p_communicator=communicator,
-                pg_collection=SimpleNamespace(
-                    tp=alone, cp=alone, dp_cp=alone, pp=communicator.pp_group, embd=None, pos_embd=None
-                ),
+                pg_collection=collection,
             )
         communicator.finish()
 
