@@ -59,7 +59,8 @@ class HCConnection(Connection):
         alpha_SBNM = self.static_alpha.to(dtype) + self.dynamic_alpha_scale.to(dtype) * tanh_SBNM[..., :-1]
         beta_SBN = self.static_beta.to(dtype) + self.dynamic_beta_scale.to(dtype) * tanh_SBNM[..., -1]
         hidden_SBD = read_streams(streams_SBND, alpha_SBNM[..., 0])
-        return Read(self.norm(hidden_SBD), carry=(alpha_SBNM[..., 1:].mT, beta_SBN))
+        # contiguous: torch multiplies a batch of matrices with unusual strides one by one
+        return Read(self.norm(hidden_SBD), carry=(alpha_SBNM[..., 1:].mT.contiguous(), beta_SBN))
 
     def write(self, state: DepthState, read: Read, y: Tensor, taps: Mapping[str, Tensor]) -> DepthState:
         mix_SBNN, beta_SBN = read.carry

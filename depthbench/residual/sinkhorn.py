@@ -38,7 +38,8 @@ class _Sinkhorn(torch.autograd.Function):
         matrix_NNT = _first(logits_SBNN, rows_first) + eps
         for axis in _axes(rows_first, iterations):
             matrix_NNT /= matrix_NNT.sum(axis, keepdim=True).add_(eps)
-        return matrix_NNT.permute(2, 0, 1).reshape(logits_SBNN.shape)
+        # contiguous: torch multiplies a batch of matrices with unusual strides one by one
+        return matrix_NNT.permute(2, 0, 1).contiguous().view(logits_SBNN.shape)
 
     @staticmethod
     @once_differentiable
