@@ -19,10 +19,10 @@ from depthbench.planning.parameters import count_parameters
 
 if TYPE_CHECKING:
     from docs.architecture_facts import LETTERS, RECIPE, SHAPE, Architecture
-    from docs.make_reference import END, WIDTH, paragraphs, section
+    from docs.make_reference import END, WIDTH, paragraphs, replaced, section
 else:  # as a script, and in the tests, this folder is on the path
     from architecture_facts import LETTERS, RECIPE, SHAPE, Architecture
-    from make_reference import END, WIDTH, paragraphs, section
+    from make_reference import END, WIDTH, paragraphs, replaced, section
 
 PAGES = Path(__file__).with_name("architectures")
 INDEX = "README.md"
@@ -212,14 +212,6 @@ def index(files: list[Path]) -> str:
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
-def updated(text: str, generated: str, where: str) -> str:
-    """`text` with what stands between its markers replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"{where} has lost its markers {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
-
-
 def text_of(path: Path, new: str = "") -> str:
     return path.read_text() if path.exists() else new
 
@@ -228,9 +220,9 @@ def wanted() -> dict[Path, str]:
     """Every file of docs/architectures/ as it should be."""
     files = shipped()
     pages = {PAGES / f"{file.stem}.md": page(file) for file in files}
-    pages = {path: updated(text_of(path, NEW_PAGE), generated, path.name) for path, generated in pages.items()}
+    pages = {path: replaced(text_of(path, NEW_PAGE), BEGIN, generated, path.name) for path, generated in pages.items()}
     own = PAGES / INDEX
-    return {own: updated(text_of(own, f"{BEGIN}\n{END}\n"), index(files), INDEX), **pages}
+    return {own: replaced(text_of(own, f"{BEGIN}\n{END}\n"), BEGIN, index(files), INDEX), **pages}
 
 
 def stale() -> list[str]:

@@ -131,12 +131,17 @@ def reference() -> str:
     return "\n\n".join(parts)
 
 
-def updated(page: str) -> str:
-    """`page` with the text between its markers replaced."""
-    before, _, rest = page.partition(BEGIN)
+def replaced(text: str, begin: str, generated: str, where: str) -> str:
+    """`text` with what stands between its markers, `begin` and END, replaced."""
+    before, _, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    assert end, f"{PAGE} has lost its markers {BEGIN} and {END}"
-    return f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}"
+    assert end, f"{where} has lost its markers {begin} and {END}"
+    return f"{before}{begin}\n\n{generated}\n\n{END}{after}"
+
+
+def updated(page: str) -> str:
+    """The whole of `page`, up to date."""
+    return replaced(page, BEGIN, reference(), PAGE.name)
 
 
 def main() -> int:

@@ -97,6 +97,11 @@ def load_weights(stage: DecoderStage, weights: Weights) -> None:
             parameter[shard.local] = weights[reference_name(shard.name)][shard.glob].to(parameter)
 
 
+def load_model(model: WrappedModel, weights: Weights) -> None:
+    for stage in model.stages:
+        load_weights(stage, weights)
+
+
 Pieces = dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]
 """Logical name -> (place in the logical tensor, its shape, this rank's values)."""
 
@@ -112,6 +117,11 @@ def pieces(stage: DecoderStage, values: str = "grad") -> Pieces:
             place = (shard.glob, shard.part.shape, tensor[shard.local].detach().clone())
             found[reference_name(shard.name)] = place
     return found
+
+
+def model_pieces(model: WrappedModel, values: str = "grad") -> Pieces:
+    """Those of all chunks of this rank."""
+    return {name: piece for stage in model.stages for name, piece in pieces(stage, values).items()}
 
 
 def assemble(ranks: list[Pieces]) -> Weights:

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from depthbench.config.schema import RunConfig
-from depthbench.model.stage import DecoderStage
+from depthbench.training.optimizer import Optimizer
 from tests.harness import run_workers
-from tests.models import Pieces, assemble, pieces, start_stage
+from tests.models import Pieces, assemble, model_pieces, pieces, start_model
+from tests.parallel.test_layouts import train_all
 from tests.residual.test_protocol import shipped_run
 from tests.residual.walk import SHIPPED
-
-from . import test_layouts
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2, "distributed_optimizer": False}),
@@ -28,17 +27,12 @@ CASES = [
 
 def weights_and_masters(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[Pieces, Pieces]:
     """After all updates; no masters where data-parallel ranks share them out."""
-    started: list[DecoderStage] = []
-
-    def start(rank: int, world_size: int, store: str, run: RunConfig) -> DecoderStage:
-        started.append(start_stage(rank, world_size, store, run))
-        return started[0]
-
-    test_layouts.start_stage = start  # in a worker's own copy of the module
-    _, _, weights = test_layouts.five_updates(rank, world_size, store, run)
-    (stage,) = started
-    if run.parallel.distributed_optimizer and stage.context.dp_size > 1:
+    model = start_model(rank, world_size, store, run)
+    train_all(run, model, Optimizer(run, model))
+    weights = model_pieces(model, "data")
+    if run.parallel.distributed_optimizer and model.context.dp_size > 1:
         return weights, {}
+    (stage,) = model.stages
     for parameter in stage.parameters():
         master = getattr(parameter, "main_param", parameter)  # float32 ones are their own
         parameter.master = master.view_as(parameter)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from depthbench.data.loader import Batch, SampleOrder
 from depthbench.training.optimizer import Optimizer
 from depthbench.training.schedule import learning_rate
 from depthbench.training.step import run_microbatches
-from depthbench.training.wrapped import wrap
+from depthbench.training.wrapped import WrappedModel
 from tests.harness import run_workers
 from tests.models import (
     ARCHITECTURES,
@@ -22,11 +22,11 @@ from tests.models import (
     Weights,
     assemble,
     assert_close,
-    load_weights,
-    pieces,
+    load_model,
+    model_pieces,
     reference_shape,
     small_run,
-    start_stage,
+    start_model,
 )
 from tests.reference import random_weights, reference_loss
 
@@ -59,14 +59,13 @@ def gradients(
     rank: int, world_size: int, store: str, run: RunConfig, weights: Weights
 ) -> tuple[float, int, float, Pieces]:
     """Loss, tokens, gradient norm and gradients of one step."""
-    stage = start_stage(rank, world_size, store, run)
-    load_weights(stage, weights)
-    ddp = wrap(run, [stage])
-    optimizer = Optimizer(run, ddp)
+    model = start_model(rank, world_size, store, run)
+    load_model(model, weights)
+    optimizer = Optimizer(run, model)
     optimizer.zero_grad()
-    batches = microbatches(run, 0, stage.context.dp_rank, stage.context.dp_size)
-    loss = run_microbatches(ddp, batches, forward_only=False)
-    found = pieces(stage, "main_grad")
+    batches = microbatches(run, 0, model.context.dp_rank, model.context.dp_size)
+    loss = run_microbatches(model, batches, forward_only=False)
+    found = model_pieces(model, "main_grad")
     return loss.mean, loss.tokens, optimizer.prepare(), found
 
 
@@ -101,19 +100,23 @@ def test_gradients_in_float64(
         assert found_norm == pytest.approx(norm, rel=1e-10)
 
 
-def five_updates(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
-    stage = start_stage(rank, world_size, store, run)
-    ddp = wrap(run, [stage])
-    optimizer = Optimizer(run, ddp)
+def train_all(run: RunConfig, model: WrappedModel, optimizer: Optimizer) -> tuple[list[float], list[float]]:
+    """All steps of a run; their losses and gradient norms."""
     losses, norms = [], []
     for step in range(run.train.steps):
         optimizer.zero_grad()
-        batches = microbatches(run, step, stage.context.dp_rank, stage.context.dp_size)
-        losses.append(run_microbatches(ddp, batches, forward_only=False).mean)
+        batches = microbatches(run, step, model.context.dp_rank, model.context.dp_size)
+        losses.append(run_microbatches(model, batches, forward_only=False).mean)
         norms.append(optimizer.prepare())
         optimizer.apply(learning_rate(step + 1, run.train.steps, run.optimizer), norms[-1])
     optimizer.weights_are_current()
-    return losses, norms, pieces(stage, "data")
+    return losses, norms
+
+
+def trained(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
+    """Losses and gradient norms of all steps, and the weights."""
+    model = start_model(rank, world_size, store, run)
+    return *train_all(run, model, Optimizer(run, model)), model_pieces(model, "data")
 
 
 TRAINING: dict[str, tuple[int, dict[str, Any]]] = {
@@ -143,12 +146,12 @@ def test_training_in_float32(architecture: str, residual: dict[str, Any], option
     # rounding into whole steps, in any implementation. The same test in float64 agrees to 1e-12 with eps 1e-8.
     optimizer = {"lr": 1e-3, "clip_norm": 1.0, "warmup_fraction": 0.2, "eps": 1e-4}
     alone = small_run(architecture, residual, train=train, optimizer=optimizer)
-    ((losses, norms, found),) = run_workers(1, five_updates, alone)
+    ((losses, norms, found),) = run_workers(1, trained, alone)
     expected = assemble([found])
     assert losses[-1] < losses[0]
     for world_size, parallel in TRAINING.values():
         run = small_run(architecture, residual, train=train, optimizer=optimizer, parallel=parallel)
-        ranks = run_workers(world_size, five_updates, run)
+        ranks = run_workers(world_size, trained, run)
         for other_losses, other_norms, _ in ranks:
             assert other_losses == pytest.approx(losses, rel=1e-5)
             assert other_norms == pytest.approx(norms, rel=1e-5)
@@ -165,7 +168,7 @@ def test_training_in_float64(architecture: str, residual: dict[str, Any], option
         optimizer={"lr": 1e-3, "clip_norm": 0},
         parallel={"tensor": 2, "sequence": True, "distributed_optimizer": False},
     )
-    ((losses, _, found),) = run_workers(1, five_updates, alone)
-    ranks = run_workers(2, five_updates, run)
+    ((losses, _, found),) = run_workers(1, trained, alone)
+    ranks = run_workers(2, trained, run)
     assert ranks[0][0] == pytest.approx(losses, rel=1e-12)
     assert_close(assemble([found for *_, found in ranks]), assemble([found]), 1e-10)

@@ -8,26 +8,18 @@ import torch
 from depthbench.checkpoint.tensors import _owned
 from depthbench.config.schema import RunConfig
 from depthbench.training.optimizer import Optimizer
-from depthbench.training.schedule import learning_rate
-from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
 from tests.models import small_run, start_model
-from tests.parallel.test_layouts import microbatches
+from tests.parallel.test_layouts import train_all
 
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}
 
 
 def stray_weights(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[str]]:
-    """Losses of three steps, and the parameters that are not their master weights, rounded."""
+    """Losses of all steps, and the parameters that are not their master weights, rounded."""
     model = start_model(rank, world_size, store, run)
     optimizer = Optimizer(run, model)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        batches = microbatches(run, step, model.context.dp_rank, model.context.dp_size)
-        losses.append(run_microbatches(model, batches, forward_only=False).mean)
-        optimizer.apply(learning_rate(step + 1, 3, run.optimizer), optimizer.prepare())
-    optimizer.weights_are_current()
+    losses, _ = train_all(run, model, optimizer)
     stray = []
     for stage in model.stages:
         for name, parameter, own in _owned(optimizer.inner, stage):
@@ -43,7 +35,7 @@ def stray_weights(rank: int, world_size: int, store: str, run: RunConfig) -> tup
 )
 def test_weights_stay_their_masters(architecture: str, residual: dict[str, Any]) -> None:
     """Also where float32 parameters stand beside bfloat16 ones, in every chunk; losses are those of one process."""
-    train = {"precision": "bf16", "global_batch": 16, "micro_batch": 2}
+    train = {"precision": "bf16", "steps": 3, "global_batch": 16, "micro_batch": 2}
     alone = small_run(architecture, residual, train=train)
     ((expected, stray),) = run_workers(1, stray_weights, alone)
     assert not stray

@@ -2,7 +2,7 @@
 
 The whole matrix has ten architectures, nine layouts, cache on and off, overlap on and off where there is interleaving,
 and recomputation. Every test run covers each architecture with each layout once, with the other settings dealt out so
-that all pairs meet; `-m matrix` (in `.ci/run`) the rest.
+that all pairs meet; `-m matrix` the rest.
 """
 
 import math
@@ -16,7 +16,6 @@ import pytest
 from depthbench.config.schema import RunConfig
 from depthbench.planning.pipeline import cached_bytes, edge_plans
 from depthbench.training.optimizer import Optimizer
-from depthbench.training.schedule import learning_rate
 from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
 from tests.models import (
@@ -25,12 +24,12 @@ from tests.models import (
     Weights,
     assemble,
     assert_close,
-    load_weights,
-    pieces,
+    load_model,
+    model_pieces,
     small_run,
     start_model,
 )
-from tests.parallel.test_layouts import microbatches, reference_step
+from tests.parallel.test_layouts import microbatches, reference_step, trained
 
 
 @dataclass(frozen=True)
@@ -150,15 +149,14 @@ def one_step(
     model = start_model(rank, world_size, store, run)
     for name, value in (flags or {}).items():
         setattr(model.context.megatron, name, value)
-    for stage in model.stages:
-        load_weights(stage, weights)
+    load_model(model, weights)
     optimizer = Optimizer(run, model)
     optimizer.zero_grad()
     batches = microbatches(run, 0, model.context.dp_rank, model.context.dp_size)
     loss = run_microbatches(model, batches, forward_only=False)
     assert model.transport
     sent, peak = ledger(model), model.transport.cache.peak_bytes
-    gradients = {name: piece for stage in model.stages for name, piece in pieces(stage, "main_grad").items()}
+    gradients = model_pieces(model, "main_grad")
     norm = optimizer.prepare()
     evaluated = run_microbatches(model, batches, forward_only=True)
     return Found(loss.mean, loss.tokens, norm, gradients, sent, peak, evaluated.mean, ledger(model))
@@ -239,21 +237,6 @@ def test_tied_embeddings(layout: int) -> None:
     check(case, case.run(model={"tie_embeddings": True}), tied=True)
 
 
-def updates(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
-    """Losses, gradient norms and weights of five steps."""
-    model = start_model(rank, world_size, store, run)
-    optimizer = Optimizer(run, model)
-    losses, norms = [], []
-    for step in range(run.train.steps):
-        optimizer.zero_grad()
-        batches = microbatches(run, step, model.context.dp_rank, model.context.dp_size)
-        losses.append(run_microbatches(model, batches, forward_only=False).mean)
-        norms.append(optimizer.prepare())
-        optimizer.apply(learning_rate(step + 1, run.train.steps, run.optimizer), norms[-1])
-    optimizer.weights_are_current()
-    return losses, norms, {name: piece for stage in model.stages for name, piece in pieces(stage, "data").items()}
-
-
 TRAIN = {"precision": "fp32", "steps": 5}
 OPTIMIZER = {"lr": 1e-3, "clip_norm": 1.0, "warmup_fraction": 0.2, "eps": 1e-4}  # eps: see parallel/test_layouts.py
 
@@ -263,7 +246,7 @@ def trained_alone(architecture: int, global_batch: int) -> tuple[list[float], li
     name, residual, _ = ARCHITECTURES[architecture]
     train = {**TRAIN, "micro_batch": 2, "global_batch": global_batch}
     run = small_run(name, residual, model={"num_layers": 8}, train=train, optimizer=OPTIMIZER)
-    ((losses, norms, weights),) = run_workers(1, updates, run)
+    ((losses, norms, weights),) = run_workers(1, trained, run)
     return losses, norms, assemble([weights])
 
 
@@ -284,7 +267,7 @@ def test_training_in_float32(case: Case) -> None:
     overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
     run = case.run(train=TRAIN, optimizer=OPTIMIZER, parallel={"distributed_optimizer": True, **overlaps})
     losses, norms, weights = trained_alone(case.architecture, run.train.global_batch)
-    ranks = run_workers(EVERY_LAYOUT[case.layout].world_size, updates, run)
+    ranks = run_workers(EVERY_LAYOUT[case.layout].world_size, trained, run)
     for other_losses, other_norms, _ in ranks:
         assert other_losses == pytest.approx(losses, rel=1e-5)
         assert other_norms == pytest.approx(norms, rel=1e-5)

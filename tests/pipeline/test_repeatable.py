@@ -8,7 +8,7 @@ import torch
 from depthbench.config.schema import RunConfig
 from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
-from tests.models import Weights, assemble, pieces, small_run, start_model
+from tests.models import Weights, assemble, model_pieces, small_run, start_model
 from tests.parallel.test_layouts import microbatches
 
 # short histories: every depth read is direct; shared passes over sources are cut at a stage's edge, and round apart
@@ -27,7 +27,7 @@ PIPELINES: dict[str, dict[str, Any]] = {"pp2": {"pipeline": 2}, "pp2_vp2": {"pip
 def gradients(rank: int, world_size: int, store: str, run: RunConfig) -> Any:
     model = start_model(rank, world_size, store, run)
     run_microbatches(model, microbatches(run, 0, 0, 1), forward_only=False)
-    return {name: piece for stage in model.stages for name, piece in pieces(stage, "main_grad").items()}
+    return model_pieces(model, "main_grad")
 
 
 def whole(run: RunConfig) -> Weights:

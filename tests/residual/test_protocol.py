@@ -28,7 +28,7 @@ from depthbench.residual.protocol import Connection, Cost, Read
 from depthbench.residual.state import DepthState, Placement, StateSpec, TensorSpec
 from tests.harness import run_workers
 from tests.models import assemble, assert_close, small_run, start_stage
-from tests.parallel.test_layouts import five_updates, sample
+from tests.parallel.test_layouts import sample, trained
 
 from .walk import SHIPPED, logits_from, run_sublayer, shipped, start
 
@@ -290,8 +290,8 @@ def test_an_eleventh_architecture_is_one_class_and_one_file(
     alone = load_run("depthbench_400m", [*words, "parallel=single"])
     assert alone.residual == HalfConfig(factor=0.25)
     shared = load_run("depthbench_400m", [*words, "parallel=tp2_sp"])
-    ((losses, _, found),) = run_workers(1, five_updates, alone)
-    ranks = run_workers(2, five_updates, shared)
+    ((losses, _, found),) = run_workers(1, trained, alone)
+    ranks = run_workers(2, trained, shared)
     assert len(set(losses)) == 5
     for other, _, _ in ranks:
         assert other == pytest.approx(losses, rel=1e-12)

@@ -40,7 +40,7 @@ def english(run: RunConfig, number: int) -> Batch:
 def train_on_english(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[list[float], list[float], Pieces]:
     """Losses and gradient norms of all steps, and the weights."""
     test_layouts.sample = english  # in a worker's own copy of the module
-    return test_layouts.five_updates(rank, world_size, store, run)
+    return test_layouts.trained(rank, world_size, store, run)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
