@@ -37,6 +37,11 @@ class ParallelConfig:
     bucket_size: int | None = None  # parameters a gradient bucket; null: one bucket, or 40M where overlap needs several
     recompute: Recompute = Recompute.NONE
 
+    @property
+    def shards_tokens(self) -> bool:
+        """Whether sequence parallelism is on: without tensor parallelism there is nothing to share."""
+        return self.sequence and self.tensor > 1
+
 
 @dataclass(frozen=True)
 class PipelineConfig:

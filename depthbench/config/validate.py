@@ -37,7 +37,7 @@ def local_share(run: RunConfig) -> Local:
         sequence=run.model.sequence_length,
         microbatch=run.train.micro_batch,
         tensor_parallel=run.parallel.tensor,
-        sequence_parallel=run.parallel.sequence and run.parallel.tensor > 1,
+        sequence_parallel=run.parallel.shards_tokens,
     )
 
 

@@ -109,13 +109,13 @@ class DecoderStage(nn.Module):
         virtual_rank: int | None = None,
     ) -> None:
         super().__init__()
-        # read by Megatron-Core's schedules and reductions, as are config, model_type and decoder
-        self.vp_stage, self.pre_process, self.post_process = virtual_rank, span.has_embedding, span.has_head
-        self.boundary = boundary
-        self.decoder = ScheduleSeam()
-        self.arrived: Tensor | None = None
-        self.config = context.megatron  # read by Megatron-Core's schedules and DDP
+        # these six are read by Megatron-Core's schedules, DDP and reductions
+        self.config = context.megatron
         self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage, self.pre_process, self.post_process = virtual_rank, span.has_embedding, span.has_head
+        self.decoder = ScheduleSeam()
+        self.boundary = boundary
+        self.arrived: Tensor | None = None
         self.model_config, self.residual, self.span, self.context = config, residual, span, context
         self.recompute = recompute
         self.block_hook: Callable[[int, Tensor], None] | None = None

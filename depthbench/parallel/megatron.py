@@ -43,7 +43,7 @@ def megatron_config(run: RunConfig) -> TransformerConfig:
         overlap_p2p_comm=run.pipeline.overlap_p2p,
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,  # our messages outlive it: pipeline.communicator
-        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        sequence_parallel=parallel.shards_tokens,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         add_bias_linear=False,

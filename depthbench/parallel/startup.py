@@ -65,18 +65,16 @@ def start(run: RunConfig) -> ParallelContext:
         )
     if run.train.deterministic:
         torch.use_deterministic_algorithms(True)
+    megatron = megatron_config(run)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.parallel.tensor,
-        pipeline_model_parallel_size=run.parallel.pipeline,
-        virtual_pipeline_model_parallel_size=(
-            run.parallel.virtual_pipeline if run.parallel.virtual_pipeline > 1 else None
-        ),
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
         create_gloo_process_groups=False,  # our checkpoints do not use them
     )
     model_parallel_cuda_manual_seed(run.seed)  # Megatron's layers ask for its random-state tracker
     tp_group = parallel_state.get_tensor_model_parallel_group()
     dp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    megatron = megatron_config(run)
     return ParallelContext(
         megatron=megatron,
         tp_group=tp_group,

@@ -61,8 +61,7 @@ class Transport:
         self.cache.clear()
         self.ledger.clear()
         self.passes += 1
-        group = min(self.options.group, num_microbatches)
-        steps = order(self.layout, self.stage, num_microbatches, group, forward_only)
+        steps = order(self.layout, self.stage, num_microbatches, self.options.group, forward_only)
         communicator = Communicator(
             self.link,
             self.config,

@@ -25,7 +25,7 @@ class Watchdog:
     """limit: seconds; none: never. A thread looks at what this process waits for."""
 
     def __init__(self, limit: float | None, where: str, end: Callable[[str], None] = _end) -> None:
-        self.limit, self.where, self.end = limit, where, end
+        self.where, self.end = where, end
         self._lock = threading.Lock()
         self._waits: dict[int, tuple[float, str, Any]] = {}
         self._next = 0

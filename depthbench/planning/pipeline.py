@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from depthbench.config.schema import Precision, RunConfig
 from depthbench.config.validate import data_parallel, layout_of, local_share, microbatch_group, residual_of
-from depthbench.pipeline.edges import edges, retentions
+from depthbench.pipeline.edges import Edge, edges, retentions
 from depthbench.pipeline.order import runs
 
 ELEMENT_BYTES = {Precision.BF16: 2, Precision.REFERENCE: 2, Precision.FP32: 4, Precision.FP64: 8}
@@ -35,25 +35,24 @@ class EdgePlan:
 def edge_plans(run: RunConfig) -> list[EdgePlan]:
     """Forward edges in depth order, then backward ones in reverse; none for a model that is not cut into stages."""
     layout, local, size = layout_of(run), local_share(run), ELEMENT_BYTES[run.train.precision]
-    found = []
-    for edge in edges(residual_of(run), layout, run.pipeline.history_cache):
-        ends = (edge.sender, edge.receiver)
-        for direction, (sender, receiver) in (("forward", ends), ("backward", ends[::-1])):
-            found.append(
-                EdgePlan(
-                    sender,
-                    receiver,
-                    sender % layout.num_stages,
-                    receiver % layout.num_stages,
-                    direction,
-                    len(edge.history),
-                    len(edge.live),
-                    size * local.numel(*edge.tensors),
-                    size * local.numel(*edge.live, *edge.whole),
-                    size * local.numel(*edge.live, *edge.paper),
-                )
-            )
-    return found[::2] + found[:0:-2]
+
+    def plan(edge: Edge, sender: int, receiver: int) -> EdgePlan:
+        return EdgePlan(
+            sender=sender,
+            receiver=receiver,
+            sender_stage=sender % layout.num_stages,
+            receiver_stage=receiver % layout.num_stages,
+            direction="forward" if sender < receiver else "backward",
+            history_tensors=len(edge.history),
+            live_tensors=len(edge.live),
+            bytes=size * local.numel(*edge.tensors),
+            bytes_without_cache=size * local.numel(*edge.live, *edge.whole),
+            bytes_paper=size * local.numel(*edge.live, *edge.paper),
+        )
+
+    between = edges(residual_of(run), layout, run.pipeline.history_cache)
+    forward = [plan(edge, edge.sender, edge.receiver) for edge in between]
+    return forward + [plan(edge, edge.receiver, edge.sender) for edge in reversed(between)]
 
 
 def cached_bytes(run: RunConfig, world_size: int) -> list[int]:
