@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import statistics
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from depthbench.config.load import read_yaml, typed
 from depthbench.config.schema import RunConfig
 from depthbench.data.loader import Batch
 from depthbench.model.build import build_stage
 from depthbench.parallel import startup
+from depthbench.profiling.live_storages import LiveStorages
 from depthbench.training.optimizer import Optimizer
 from depthbench.training.step import run_microbatches
 from depthbench.training.wrapped import wrap
@@ -96,31 +93,6 @@ class Trainee:
         with LiveStorages() as storages:
             self.step()
         return storages.peak
-
-
-class LiveStorages(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are still alive, now and at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known = weakref.WeakSet[torch.UntypedStorage]()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage not in self.known:
-                    self.known.add(storage)
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self.freed, storage.nbytes())
-        return made
-
-    def freed(self, size: int) -> None:
-        self.now -= size
 
 
 def synchronize() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -54,10 +54,18 @@ class Transport:
             residual, layout, self.stage, local, options.history_cache, self.cache
         )
         self.passes = 0
+        self.interrupted = False
 
     @contextmanager
     def communicate(self, num_microbatches: int, forward_only: bool) -> Iterator[Communicator]:
-        """The communicator of one pass over `num_microbatches`. Leaves the ledger and the cache's peak to be read."""
+        """The communicator of one pass over `num_microbatches`. Leaves the ledger and the cache's peak to be read.
+
+        After a pass that an exception has ended on every process, the next one starts clean: nothing is left in the
+        cache, and messages that were on their way stay in process groups that are not used again.
+        """
+        if self.interrupted:
+            self.link = replace(self.link, flows=make_flows(self.pp_group, self.options.timeout))
+            self.interrupted = False
         self.cache.clear()
         self.ledger.clear()
         self.passes += 1
@@ -70,6 +78,10 @@ class Transport:
             check_headers=self.options.check_headers,
             pp_group=self.pp_group,
         )
-        yield communicator
-        communicator.finish()
-        self.cache.assert_empty()
+        try:
+            yield communicator
+            communicator.finish()
+            self.cache.assert_empty()
+        except BaseException:
+            self.interrupted = True
+            raise

@@ -58,7 +58,8 @@ class MoDAConnection(Connection):
             key, value = (taps[name].unflatten(-1, (-1, self.head_dim)) for name in ("depth_k", "depth_v"))
         else:
             key, value = taps["keys"], taps["values"]
-        slot = {f"key.{self.sublayer}": key, f"value.{self.sublayer}": value}
+        # copies: views would keep the whole of the branch's first matmul until the last block has read them
+        slot = {f"key.{self.sublayer}": key.contiguous(), f"value.{self.sublayer}": value.contiguous()}
         return DepthState(live, {**state.history, **slot})
 
 

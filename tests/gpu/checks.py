@@ -1,7 +1,7 @@
-"""What a GPU has to prove, in one process or in two (`torchrun --nproc-per-node 2`), on CUDA and NCCL where there are
-any and on their stand-ins elsewhere.
+"""What a GPU has to prove, in one process or in several (`torchrun --nproc-per-node N`), on CUDA and NCCL where there
+are any and on their stand-ins elsewhere.
 
-    python -m tests.gpu.checks {single, layouts}
+    python -m tests.gpu.checks {single, layouts (two processes), pipelines (two or four)}
 
 Prints a line `CHECK {"name": ..., "passed": ..., ...}` for each and exits with 1 if one failed.
 """
@@ -11,59 +11,105 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthbench.config.schema import RunConfig
-from depthbench.model.build import build_stage
+from depthbench.model.build import build_stages
 from depthbench.model.depth_sdpa import joint_attention
 from depthbench.model.recompute import Recompute
-from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
+from depthbench.pipeline.build import make_transport
+from depthbench.planning.pipeline import edge_plans
 from depthbench.training.step import run_microbatches
-from depthbench.training.wrapped import wrap
+from depthbench.training.wrapped import WrappedModel, wrap
 from tests.model import test_joint_attention as joint
-from tests.models import ARCHITECTURES, assemble, assert_close, load_weights, pieces, small_run
+from tests.models import ARCHITECTURES, assemble, assert_close, load_model, model_pieces, small_run
 from tests.parallel.test_layouts import microbatches, reference_step, sample
 from tests.residual import test_depth_attention as depth
 
 Check = tuple[str, Callable[[], None]]
 
 
-def stage_of(run: RunConfig) -> DecoderStage:
+def model_of(run: RunConfig) -> WrappedModel:
     """Built as the trainer builds it, in a layout of its own."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    return build_stage(run, startup.start(run)).to(torch.cuda.current_device())
+    context = startup.start(run)
+    transport = make_transport(run, context)
+    stages = [stage.to(torch.cuda.current_device()) for stage in build_stages(run, context, transport)]
+    return wrap(run, stages, transport)
 
 
 # -- the whole model --------------------------------------------------------------------------------------------------
 def parity(architecture: str, residual: dict[str, Any], options: dict[str, Any], **parallel: Any) -> None:
     """Loss and every gradient of a float64 step, through DDP, against the naive reference."""
     run = small_run(architecture, residual, parallel={"distributed_optimizer": False, **parallel})
+    check_step(model_of(run), run, architecture, options)
+
+
+def check_step(model: WrappedModel, run: RunConfig, architecture: str, options: dict[str, Any], steps: int = 1) -> None:
+    """steps: how many times over; nothing of one may be left in the next."""
     weights, expected, mean, count = reference_step(run, architecture, options)
-    stage = stage_of(run)
-    load_weights(stage, weights)
-    ddp = wrap(run, [stage])
-    ddp.chunks[0].zero_grad_buffer()
-    batches = microbatches(run, 0, stage.context.dp_rank, stage.context.dp_size)
-    loss = run_microbatches(ddp, batches, forward_only=False)
-    mine = {name: (place, size, value.cpu()) for name, (place, size, value) in pieces(stage, "main_grad").items()}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    assert loss.tokens == count
-    assert abs(loss.mean / mean - 1) < 1e-10, f"loss {loss.mean}, not {mean}"
-    assert_close(assemble(ranks), expected, 1e-9)
+    load_model(model, weights)
+    batches = microbatches(run, 0, model.context.dp_rank, model.context.dp_size)
+    for _ in range(steps):
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        loss = run_microbatches(model, batches, forward_only=False)
+        found = model_pieces(model, "main_grad")
+        mine = {name: (place, size, value.cpu()) for name, (place, size, value) in found.items()}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        assert loss.tokens == count
+        assert abs(loss.mean / mean - 1) < 1e-10, f"loss {loss.mean}, not {mean}"
+        assert_close(assemble(ranks), expected, 1e-9)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+def poison(stage: nn.Module, args: Any, out: Tensor) -> None:
+    """Fills what the allocator hands out next with NaN, now and when the gradient comes: memory of a message that was
+    given back too early is among it."""
+    size = out.numel()
+
+    def fill(*_: Any) -> None:
+        for _ in range(4):
+            torch.full((size,), torch.nan, dtype=torch.float64, device=torch.cuda.current_device())
+
+    fill()
+    if out.requires_grad:
+        out.register_hook(fill)
+
+
+def pipeline(
+    architecture: str, residual: dict[str, Any], options: dict[str, Any], microbatches: int, **sections: Any
+) -> None:
+    """Three steps in a row against the naive reference, headers read, with freed memory overwritten; what was sent is
+    what was planned."""
+    train = {"micro_batch": 2, "global_batch": 2 * microbatches}
+    parallel = {"distributed_optimizer": False, **sections["parallel"]}
+    settings = {"check_headers": True, "timeout": 60.0, **sections.get("pipeline", {})}
+    run = small_run(architecture, residual, model={"num_layers": 8}, train=train, parallel=parallel, pipeline=settings)
+    model = model_of(run)
+    for stage in model.stages:
+        stage.register_forward_hook(poison)
+    check_step(model, run, architecture, options, steps=3)
+    assert model.transport
+    planned = {(e.sender, e.receiver): e.bytes * microbatches for e in edge_plans(run)}
+    for (receiver, backward), traffic in model.transport.ledger.sent.items():
+        edge = (receiver, receiver - 1) if backward else (receiver - 1, receiver)
+        assert traffic.bytes == planned[edge], f"edge {edge}: {traffic.bytes} bytes sent, {planned[edge]} planned"
 
 
 def recompute(architecture: str, residual: dict[str, Any], options: dict[str, Any]) -> None:
     """Bit-equal bfloat16 gradients, and less memory held. At 64 tokens CUDA's attention backward adds in one order."""
     run = small_run(architecture, residual, train={"precision": "bf16"}, model={"sequence_length": 64, "head_dim": 32})
-    stage = stage_of(run)
+    (stage,) = model_of(run).stages
     batch = sample(run, 0)
     tokens, labels = (batch[name].expand(2, -1).to(torch.cuda.current_device()) for name in ("tokens", "labels"))
     found: dict[Recompute, list[Tensor]] = {}
@@ -140,7 +186,43 @@ def layouts() -> list[Check]:
     ]
 
 
-LISTS = {"single": single, "layouts": layouts}
+# one live tensor, history, both, several streams: communicators of NCCL take seconds to make, for each of them anew
+KINDS_OF_STATE = ("pre_ln", "block_attnres", "moda", "hc")
+# processes, microbatches, settings
+PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "pp2": (2, 3, {"parallel": {"pipeline": 2}}),
+    "pp2_vp2": (2, 4, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
+    "pp2_vp2_overlap": (
+        2,
+        5,
+        {
+            "parallel": {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"},
+            "pipeline": {"overlap_p2p": True, "microbatch_group": 3},
+        },
+    ),
+    "pp4": (4, 6, {"parallel": {"pipeline": 4}}),
+    "pp4_vp2_overlap": (
+        4,
+        8,
+        {"parallel": {"pipeline": 4, "virtual_pipeline": 2}, "pipeline": {"overlap_p2p": True}},
+    ),
+    "pp2_vp2_tp2_sp": (4, 4, {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "tensor": 2, "sequence": True}}),
+}
+
+
+def pipelines() -> list[Check]:
+    """Those for as many processes as there are here."""
+    here = startup.world_from_environment()[1]
+    return [
+        (f"{name}/{case[0]}", partial(pipeline, *case, count, **settings))
+        for name, (processes, count, settings) in PIPELINES.items()
+        if processes == here
+        for case in ARCHITECTURES
+        if case[0] in KINDS_OF_STATE
+    ]
+
+
+LISTS = {"single": single, "layouts": layouts, "pipelines": pipelines}
 
 
 def main(name: str) -> int:

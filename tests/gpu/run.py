@@ -2,9 +2,11 @@
 architecture at 400m_L24 on random tokens, then one table.
 
     bash tests/gpu/run.sh [--plan] [--output FOLDER] [--cpu-rehearsal]
+    bash tests/gpu/pipeline.sh [the same]
 
---plan prints what would run. --cpu-rehearsal runs the same with tiny sizes on a CPU. Without a GPU it says so and
-exits 0; else it exits 1 if anything failed. Results: benchmarks/results/<gpu-name>.{md,json}.
+The second runs the checks of pipelines, on two GPUs and on four. --plan prints what would run. --cpu-rehearsal runs the
+same with tiny sizes on a CPU. Without a GPU it says so and exits 0; else it exits 1 if anything failed. Results:
+benchmarks/results/<gpu-name>.{md,json}, of pipelines <gpu-name>-pipeline.{md,json}.
 """
 
 import argparse
@@ -139,6 +141,11 @@ def plan(scale: Scale, folder: Path, processes: int) -> list[tuple[str, list[str
     return steps
 
 
+def pipeline_sizes(gpus: int) -> list[int]:
+    """Numbers of processes that the pipelines are checked with; NCCL refuses two on one GPU."""
+    return [processes for processes in (2, 4) if processes <= gpus]
+
+
 # -- running them -----------------------------------------------------------------------------------------------------
 class Runner:
     """Runs commands until the time is up; their output goes to a file, and its end to the console if they fail."""
@@ -172,7 +179,7 @@ class Runner:
 
 
 def run_checks(runner: Runner, name: str, processes: int) -> list[dict[str, Any]]:
-    status, output = runner(f"checks {name}", checks_command(name, processes))
+    status, output = runner(f"checks {name} in {processes} processes", checks_command(name, processes), at_most=240)
     found = [json.loads(line[6:]) for line in output.splitlines() if line.startswith("CHECK {")]
     if status and all(check["passed"] for check in found):
         found.append(failed(f"{name}/process", f"exit {status}"))
@@ -261,9 +268,9 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(report: Report, folder: Path) -> None:
+def write_report(report: Report, folder: Path, suffix: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", report.device).strip("-")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", report.device).strip("-") + suffix
     (folder / f"{name}.md").write_text(markdown(report))
     (folder / f"{name}.json").write_text(json.dumps({**asdict(report), "passed": report.passed}, indent=1) + "\n")
 
@@ -289,23 +296,47 @@ def perform(scale: Scale, scratch: Path, output: Path, gpus: int) -> int:
     return 0 if report.passed else 1
 
 
+def perform_pipelines(scratch: Path, output: Path, gpus: int) -> int:
+    began = time.monotonic()
+    rehearsal = not gpus
+    runner = Runner(scratch, 900 if rehearsal else SECONDS, rehearsal)
+    report = Report("cpu-rehearsal" if rehearsal else torch.cuda.get_device_name(), gpus, torch.__version__)
+    for processes in pipeline_sizes(gpus or 4):
+        report.checks += run_checks(runner, "pipelines", processes)
+    report.seconds = time.monotonic() - began
+    write_report(report, output, "-pipeline")
+    for check in report.checks:
+        print(f"{'passed' if check['passed'] else 'FAILED'} {check['name']} {check['detail']}")
+    return 0 if report.passed else 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--cpu-rehearsal", action="store_true")
+    parser.add_argument("--pipeline", action="store_true", help="the checks of pipelines instead")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results; for a rehearsal, a scratch folder")
     args = parser.parse_args(arguments)
     gpus = 0 if args.cpu_rehearsal else torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not args.cpu_rehearsal and not args.plan:
         print("tests/gpu: no NVIDIA GPU is seen here, so nothing was run; --cpu-rehearsal runs it with tiny sizes")
         return 0
+    if args.pipeline and gpus == 1:
+        print("tests/gpu: NCCL takes one process a GPU and here is one GPU, so no pipeline was run")
+        return 0
     scale = TINY if args.cpu_rehearsal else FULL
+    if args.plan and args.pipeline:
+        for processes in pipeline_sizes(gpus or 4):
+            print(f"pipelines of {processes}: {' '.join(checks_command('pipelines', processes)[1:])}")
+        return 0
     if args.plan:
         for what, command in plan(scale, Path("SCRATCH"), 2 if args.cpu_rehearsal else gpus):
             print(f"{what}: {' '.join(command[1:])}")
         return 0
     with tempfile.TemporaryDirectory(prefix="depthbench-gpu-") as scratch:
         results = ROOT / "benchmarks" / "results" if gpus else Path(scratch) / "results"
+        if args.pipeline:
+            return perform_pipelines(Path(scratch), args.output or results, gpus)
         return perform(scale, Path(scratch), args.output or results, gpus)
 
 

@@ -1,4 +1,4 @@
-"""bfloat16 in a pipeline: master weights stay the model's."""
+"""bfloat16 in a pipeline: master weights stay the model's, and cached gradients are no worse than resent ones."""
 
 from typing import Any
 
@@ -8,9 +8,11 @@ import torch
 from depthbench.checkpoint.tensors import _owned
 from depthbench.config.schema import RunConfig
 from depthbench.training.optimizer import Optimizer
+from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
-from tests.models import small_run, start_model
-from tests.parallel.test_layouts import train_all
+from tests.models import Weights, assemble, load_model, model_pieces, reference_shape, small_run, start_model
+from tests.parallel.test_layouts import microbatches, sample, train_all
+from tests.reference import random_weights, reference_loss
 
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}
 
@@ -44,3 +46,54 @@ def test_weights_stay_their_masters(architecture: str, residual: dict[str, Any])
         for losses, stray in run_workers(world_size, stray_weights, run):
             assert not stray
             assert losses == pytest.approx(expected, abs=1e-2)
+
+
+def gradients(rank: int, world_size: int, store: str, run: RunConfig, weights: Weights) -> Any:
+    model = start_model(rank, world_size, store, run)
+    load_model(model, weights)
+    run_microbatches(model, microbatches(run, 0, 0, 1), forward_only=False)
+    return model_pieces(model, "main_grad")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("block_attnres", {"sublayers_per_block": 1}), ("block_attnres", {"sublayers_per_block": 3}), ("moda", {})],
+)
+def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, options: dict[str, Any]) -> None:
+    """Mean relative error of all parameters' gradients over several models, against the float64 reference at the same
+    rounded weights. It is the passes' own rounding, hardly that of the edges: what edges add, `test_cache` shows."""
+    train = {"precision": "bf16", "global_batch": 4, "micro_batch": 1}
+    pipeline = {"pipeline": 2, "virtual_pipeline": 4}
+    runs = [
+        small_run(
+            architecture,
+            options,
+            model={"num_layers": 8},
+            train=train,
+            parallel=pipeline,
+            pipeline={"history_cache": cached},
+        )
+        for cached in (True, False)
+    ]
+    shape = reference_shape(runs[0])
+    whole = [sample(runs[0], number) for number in range(train["global_batch"])]
+    tokens, labels, mask = (torch.stack([s[name] for s in whole]) for name in ("tokens", "labels", "loss_mask"))
+    errors: list[list[float]] = []
+    for seed in range(8):
+        drawn = random_weights(shape, architecture, torch.Generator().manual_seed(seed), **options)
+        weights = {name: weight.detach().bfloat16().double().requires_grad_() for name, weight in drawn.items()}
+        total, count = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
+        (total / count).backward()
+        plain = {name: weight.detach() for name, weight in weights.items()}
+        row = []
+        for run in runs:
+            found = assemble(run_workers(2, gradients, run, plain))
+            wrong = [
+                float((found[n].double() - w.grad).square().sum() / w.grad.square().sum())
+                for n, w in weights.items()
+                if w.grad is not None and w.grad.any()
+            ]
+            row.append(sum(wrong) / len(wrong))
+        errors.append(row)
+    cached, resent = (sum(row[i] for row in errors) for i in (0, 1))
+    assert cached == pytest.approx(resent, rel=0.02)

@@ -158,10 +158,12 @@ def to_its_whole_process_group() -> None:
     os.killpg(0, signal.SIGTERM)
 
 
+@pytest.mark.parametrize("kind", ["bf16_dp2_sharded_async_workers", "bf16_pp2_vp2_attnres"])
 @pytest.mark.parametrize("send", [to_rank, to_its_whole_process_group])
-def test_a_signal_to_one_rank_stops_all_at_one_step(corpus: Corpus, tmp_path: Path, send: Callable[[], None]) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step(
+    corpus: Corpus, tmp_path: Path, send: Callable[[], None], kind: str
+) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    kind = "bf16_dp2_sharded_async_workers"
     world_size, run = run_of(corpus, whole, kind)
     run_workers(world_size, training, run)
     world_size, run = run_of(corpus, resumed, kind)
