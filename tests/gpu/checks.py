@@ -77,7 +77,7 @@ def poison(stage: nn.Module, args: Any, out: Tensor) -> None:
     given back too early is among it."""
     size = out.numel()
 
-    def fill(*_: Any) -> None:
+    def fill(*grad: Any) -> None:
         for _ in range(4):
             torch.full((size,), torch.nan, dtype=torch.float64, device=torch.cuda.current_device())
 

@@ -62,7 +62,8 @@ def gradients(rank: int, world_size: int, store: str, run: RunConfig, weights: W
 def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, options: dict[str, Any]) -> None:
     """Mean relative error of all parameters' gradients over several models, against the float64 reference at the same
     rounded weights. It is the passes' own rounding, hardly that of the edges: what edges add, `test_cache` shows."""
-    train = {"precision": "bf16", "global_batch": 4, "micro_batch": 1}
+    count = 4
+    train = {"precision": "bf16", "global_batch": count, "micro_batch": 1}
     pipeline = {"pipeline": 2, "virtual_pipeline": 4}
     runs = [
         small_run(
@@ -76,14 +77,14 @@ def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, option
         for cached in (True, False)
     ]
     shape = reference_shape(runs[0])
-    whole = [sample(runs[0], number) for number in range(train["global_batch"])]
+    whole = [sample(runs[0], number) for number in range(count)]
     tokens, labels, mask = (torch.stack([s[name] for s in whole]) for name in ("tokens", "labels", "loss_mask"))
     errors: list[list[float]] = []
     for seed in range(8):
         drawn = random_weights(shape, architecture, torch.Generator().manual_seed(seed), **options)
         weights = {name: weight.detach().bfloat16().double().requires_grad_() for name, weight in drawn.items()}
-        total, count = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
-        (total / count).backward()
+        total, valid = reference_loss(weights, tokens, shape, architecture, labels, mask, **options)
+        (total / valid).backward()
         plain = {name: weight.detach() for name, weight in weights.items()}
         row = []
         for run in runs:

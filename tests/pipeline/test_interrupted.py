@@ -23,12 +23,12 @@ def interrupt_at(number: int) -> Any:
     """From now on the `number`-th wait for a message raises instead; returns what undoes it."""
     wait, waits = Handle.wait, 0
 
-    def interrupted(handle: Handle) -> None:
+    def interrupted(self: Handle) -> None:
         nonlocal waits
         waits += 1
         if waits == number:
-            raise Interrupted(str(handle.label))
-        wait(handle)
+            raise Interrupted(str(self.label))
+        wait(self)
 
     Handle.wait = interrupted  # type: ignore[method-assign]
 
