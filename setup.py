@@ -15,7 +15,11 @@ setup(
     packages=[*find_packages(include=["depthbench", "depthbench.*"]), "depthbench.configs", "depthbench.launch"],
     # configs/ and launch/ lie at the top of a checkout and inside the package of a wheel
     package_dir={"depthbench.configs": "configs", "depthbench.launch": "launch"},
-    package_data={"depthbench": ["py.typed"], "depthbench.configs": ["*/*.yaml"], "depthbench.launch": ["*.sh"]},
+    package_data={
+        "depthbench": ["py.typed"],
+        "depthbench.configs": ["*/*.yaml"],
+        "depthbench.launch": ["*.sh", "clusters/*.yaml"],
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
@@ -27,6 +31,7 @@ setup(
         "pyyaml",
         "rich",
         "tensorboard",
+        "matplotlib",
         "datasets",
         "pyarrow",
         "sentencepiece",
@@ -35,7 +40,6 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],
-        "plots": ["matplotlib"],
         "dev": [
             "setuptools>=70.1",
             "pytest",
@@ -43,7 +47,6 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "transformers",
-            "matplotlib",
         ],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},

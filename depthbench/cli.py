@@ -71,12 +71,25 @@ def _plan(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.profiling import command
+
+    command.add_arguments(parser)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from depthbench.profiling import command
+
+    return command.run(args)
+
+
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 VERBS: dict[str, Verb] = {
     "prepare": ("turn text, JSONL, Parquet or a Hugging Face dataset into training data", _prepare_arguments, _prepare),
     "train": ("train a run, or resume it", _train_arguments, _train),
     "plan": ("parameters and FLOPs of a run, before it runs", _plan_arguments, _plan),
+    "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
 }
 
 

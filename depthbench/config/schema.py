@@ -134,6 +134,15 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Recording of a few steps of a training job; `depthbench profile` makes one of its own."""
+
+    steps: list[int] | None = None  # first and last step to record, from 1; null: none
+    torch_trace: bool = False  # also torch.profiler's trace of each rank
+    memory_snapshot: bool = False  # also CUDA's memory history of each rank
+
+
+@dataclass(frozen=True)
 class RunConfig:
     name: str
     model: ModelConfig
@@ -146,6 +155,7 @@ class RunConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0  # initial weights and data order
     run_dir: str | None = None  # null: runs/<name>
 

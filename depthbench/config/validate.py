@@ -139,6 +139,11 @@ def _check_ranges(run: RunConfig) -> None:
     not_negative("checkpoint", every=checkpoint.every, keep=checkpoint.keep)
     positive("log", every=log.every, peak_tflops=log.peak_tflops)
     not_negative("log", layer_stats_every=log.layer_stats_every)
+    steps = run.profile.steps
+    if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        raise UserError(
+            f"profile.steps={steps} must be the first and the last step to record, counted from 1: [10, 12]"
+        )
 
 
 def _check_layout(run: RunConfig) -> None:

@@ -1,6 +1,6 @@
 """A stage's end of the pipeline: what it keeps between passes, and the communicator of each pass."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,7 @@ class Transport:
         self.boundaries: list[Boundary] = boundaries(
             residual, layout, self.stage, local, options.history_cache, self.cache
         )
+        self.make_communicator: Callable[..., Communicator] = Communicator  # a recording has one of its own
         self.passes = 0
         self.interrupted = False
 
@@ -70,7 +71,7 @@ class Transport:
         self.ledger.clear()
         self.passes += 1
         steps = order(self.layout, self.stage, num_microbatches, self.options.group, forward_only)
-        communicator = Communicator(
+        communicator = self.make_communicator(
             self.link,
             self.config,
             steps,

@@ -4,7 +4,9 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.data.corpus import blend
 from depthbench.data.evaluation import evaluation_set
-from depthbench.data.loader import SampleOrder, batches
+from depthbench.data.loader import Batch, SampleOrder, batches
 from depthbench.errors import UserError
 from depthbench.logs.console import ConsoleLog, step_line
 from depthbench.logs.hardware import peak_flops, peak_memory_gib
@@ -26,6 +28,7 @@ from depthbench.parallel import startup
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.build import make_transport
 from depthbench.planning.flops import train_per_token
+from depthbench.profiling.session import Session
 
 from .evaluation import evaluate
 from .guard import NonFiniteError, SpikeGuard, first_bad_gradient, first_bad_layer
@@ -37,6 +40,8 @@ from .schedule import learning_rate
 from .signals import StopSignals
 from .step import run_microbatches
 from .wrapped import wrap
+
+PROFILE = "profile"  # folder of recordings, in the run folder
 
 
 def train(run: RunConfig) -> int:
@@ -91,6 +96,7 @@ class Trainer:
         self.console = ConsoleLog(ready.last_step, self.step) if self.leads else None
         self.metrics = MetricsLog(run.log, run.name, ready.folder, self.step, plain(run)) if self.leads else None
         self.writer = CheckpointWriter(checkpoints_of(ready.folder), run.checkpoint, self.say)
+        self.session: Session | None = None
         self.flops = train_per_token(run)
         self.peak = peak_flops(run.log.peak_tflops)
         self.durations: deque[float] = deque(maxlen=20)
@@ -101,16 +107,16 @@ class Trainer:
     # -- the loop -------------------------------------------------------------------------------------------------
     def loop(self) -> None:
         run, last_step = self.run, self.ready.last_step
-        accumulation = run.train.global_batch // (run.train.micro_batch * self.context.dp_size)
-        stream = self._stream()
+        if run.profile.steps and self.step < run.profile.steps[0]:
+            self.record(self.ready.folder / PROFILE)
+        stream = self.stream()
         self.say(f"{run.name}: step {self.step} of {run.train.steps}, {dist.get_world_size()} processes")
         while self.step < last_step:
             began = time.perf_counter()
-            microbatches = [next(stream) for _ in range(accumulation)]  # kept until the update, for fault finding
-            values = self._update(microbatches)
-            self.step += 1
-            self.consumed += run.train.global_batch
-            self._report(values, time.perf_counter() - began)
+            values = self.advance(stream)
+            self.report(values, time.perf_counter() - began)
+            if self.session and self.step == self.session.last:
+                self.save_recording()
             stopped = self.signals.agreed()
             if not stopped and self._due(run.train.eval_every):
                 stopped = self._evaluate(values)
@@ -125,6 +131,27 @@ class Trainer:
         self.writer.close()
         finished = last_step == run.train.steps
         self.leave("finished" if finished else "stopped", "" if finished else f"train.stop_at={last_step}")
+
+    def advance(self, stream: Iterator[Batch]) -> dict[str, float]:
+        """The next optimizer step, recorded if the run's settings say so; what there is to report of it."""
+        count = self.run.train.global_batch // (self.run.train.micro_batch * self.context.dp_size)
+        with self.session.step(self.step + 1) if self.session else nullcontext():
+            microbatches = [next(stream) for _ in range(count)]  # kept until the update, for fault finding
+            values = self._update(microbatches)
+        self.step += 1
+        self.consumed += self.run.train.global_batch
+        if self.session:
+            self.session.after(int(values["tokens"]))
+        return values
+
+    def record(self, folder: Path) -> None:
+        """Record the steps of `profile.steps` from now on. A collective call, as is the next."""
+        self.session = Session(self.run, self.context, self.model.transport, self.optimizer, folder)
+
+    def save_recording(self, memory_bytes: int | None = None) -> None:
+        """memory_bytes: see `Session.save`."""
+        assert self.session
+        self.say(self.session.save(memory_bytes))
 
     def _due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: never) happens now; the last of all steps counts as one."""
@@ -187,7 +214,7 @@ class Trainer:
         if self.console:
             self.console.line(text)
 
-    def _report(self, values: dict[str, float], seconds: float) -> None:
+    def report(self, values: dict[str, float], seconds: float) -> None:
         self.durations.append(seconds)
         world = dist.get_world_size()
         speed = values["tokens"] / seconds
@@ -219,11 +246,13 @@ class Trainer:
             self.console.close()
 
     # -- position and state ---------------------------------------------------------------------------------------
-    def _stream(self) -> Any:
+    def stream(self) -> Iterator[Batch]:
+        """This rank's microbatches from where the run is to its last step."""
         run, remaining = self.run, self.ready.last_step - self.step
         end = self.consumed + remaining * run.train.global_batch
         order = SampleOrder(self.consumed, end, run.train.micro_batch, self.context.dp_rank, self.context.dp_size)
-        return batches(blend(self.ready.train, self.ready.weights, end), order, run.data.workers)
+        found = iter(batches(blend(self.ready.train, self.ready.weights, end), order, run.data.workers))
+        return self.session.loading(found) if self.session else found
 
     def _save(self) -> None:
         if self.metrics:

@@ -19,8 +19,10 @@ def yaml_files(folder: Path) -> set[Path]:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 def test_every_config_is_in_the_repository() -> None:
     """What an ignore pattern hides is here on disk, and missing in a clone."""
-    listed = subprocess.run(["git", "ls-files", "configs"], check=True, cwd=ROOT, capture_output=True, text=True).stdout
-    assert {Path(line) for line in listed.split()} >= {Path("configs") / file for file in yaml_files(ROOT / "configs")}
+    for folder in ("configs", "launch"):
+        command = ["git", "ls-files", folder]
+        listed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+        assert {Path(line) for line in listed.split()} >= {Path(folder) / file for file in yaml_files(ROOT / folder)}
 
 
 def test_a_wheel_carries_its_files(tmp_path: Path) -> None:
@@ -45,8 +47,6 @@ def test_a_wheel_carries_its_files(tmp_path: Path) -> None:
         assert Path(path).exists()
     plan = json.loads(python("-m", "depthbench", "plan", "depthbench_400m", "residual=full_attnres", "--json"))
     assert plan["parameters"]["total"] == 405505024
-    shipped = {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.yaml")}
-    assert {
-        p.relative_to(site / "depthbench/configs") for p in (site / "depthbench/configs").rglob("*.yaml")
-    } == shipped
+    for folder in ("configs", "launch"):
+        assert yaml_files(site / "depthbench" / folder) == yaml_files(ROOT / folder)
     assert (site / "depthbench/launch/setup.sh").is_file()

@@ -1,0 +1,78 @@
+"""What a step does outside the forward and backward pass: gradients summed over replicas, weights updated and gathered.
+
+Of each the exposed seconds are told: those that the step takes longer for it. A stage s > 0 ends its pass before the
+first one does, and begins it later; in that time it reduces and gathers for nothing. With overlap all buckets but the
+last one reduced, and the first one gathered, go behind one microbatch's backward and forward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from depthbench.config.schema import Precision, RunConfig
+from depthbench.config.validate import layout_of
+
+from .cluster import Cluster
+from .links import Links
+from .parameters import block_weights, count_parameters
+from .pipeline import ELEMENT_BYTES
+from .simulate import Costs
+
+_STATE_BYTES = {Precision.BF16: 4, Precision.REFERENCE: 2, Precision.FP32: 4, Precision.FP64: 8}
+"""Of gradients, moments and master weights."""
+_BUCKET, _BUCKET_A_REPLICA = 40_000_000, 1_000_000  # Megatron-Core's default: parameters a bucket, at least
+_UPDATE_PASSES = 10  # over a weight's state: norm 1, clipping 2, AdamW 7 (gradient, weight, moments in; three out)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds a step. gradients: reduction; update: norm, clipping and AdamW; gather: of updated weights."""
+
+    gradients: float
+    update: float
+    gather: float
+
+
+def stage_parameters(run: RunConfig) -> list[int]:
+    """Weights that a rank of each stage holds: its chunks' blocks, and the tables at the model's ends. The residual
+    path's are dealt out by block."""
+    layout, model = layout_of(run), run.model
+    each_block = block_weights(model) + count_parameters(run).residual / model.num_layers
+    table = model.vocab_size * model.hidden_size
+    held = []
+    for stage in range(layout.num_stages):
+        blocks = sum(last - first for first, last in map(layout.span, layout.chunks_of(stage)))
+        ends = (stage == 0) + (stage == layout.num_stages - 1)
+        tables = min(ends, 1) if model.tie_embeddings else ends
+        held.append(round((blocks * each_block + tables * table) / run.parallel.tensor))
+    return held
+
+
+def exposed(run: RunConfig, cluster: Cluster, links: Links, costs: Costs) -> Exposed:
+    """The slowest stage's seconds of each."""
+    layout, parallel, replicas = layout_of(run), run.parallel, links.replicas
+    state, element = _STATE_BYTES[run.train.precision], ELEMENT_BYTES[run.train.precision]
+    held, share = stage_parameters(run), (replicas - 1) / replicas
+    bucket = parallel.bucket_size or max(_BUCKET, _BUCKET_A_REPLICA * replicas)
+
+    def uncovered(size: float, behind: Sequence[float], overlap: bool) -> Callable[[int], float]:
+        """size: bytes sent a weight. behind: seconds of the chunks' runs that may hide it."""
+
+        def seconds(stage: int) -> float:
+            parts = -(-held[stage] // bucket) if overlap and stage == 0 else layout.chunks_per_stage
+            whole = links.data.seconds(held[stage] * size * share, parts if replicas > 1 else 0)
+            window = sum(behind[chunk] for chunk in layout.chunks_of(stage)) if overlap else 0.0
+            left = max(whole - window, whole / parts if overlap else whole)
+            return max(0.0, left - sum(behind[:stage]))
+
+        return seconds
+
+    stages, sharded = range(layout.num_stages), parallel.distributed_optimizer
+    reduced = uncovered((1 if sharded else 2) * state, costs.backward, parallel.overlap_grad_reduce)
+    gathered = uncovered(element if sharded else 0, costs.forward, parallel.overlap_param_gather)
+    passes = _UPDATE_PASSES * state + (state + element if run.train.precision is Precision.BF16 else 0)
+    owned = passes / (replicas if sharded else 1) + state  # and all gradients are set to zero
+    return Exposed(
+        gradients=max(map(reduced, stages)) if replicas > 1 else 0.0,
+        update=max(held) * owned / cluster.hbm,
+        gather=max(map(gathered, stages)) if replicas > 1 and sharded else 0.0,
+    )

@@ -1,0 +1,92 @@
+"""Clocks of a recording: what a point in time is on a CPU and on a GPU, and how ranks' clocks are laid over each other.
+
+A GPU runs behind the process that feeds it, so its times are those of events in its own queue; they are read once a
+recording has ended, and nothing waits for them before.
+"""
+
+import time
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 16
+
+
+class Clock(Protocol):
+    """mark: a point in time, taken cheaply. microseconds: on the process's monotonic clock; may wait for the device."""
+
+    def mark(self) -> Any: ...
+
+    def microseconds(self, mark: Any) -> float: ...
+
+    def when_through(self, work: Any) -> Any: ...
+
+
+class CpuClock:
+    def mark(self) -> float:
+        return time.perf_counter_ns() / 1e3
+
+    def microseconds(self, mark: float) -> float:
+        return mark
+
+    def when_through(self, work: Any) -> None:
+        """None: gloo says that a message is through only to who waits for it."""
+
+
+class CudaClock:
+    """Marks are events of the current stream."""
+
+    def __init__(self) -> None:
+        self.beside = torch.cuda.Stream()
+        self.base = torch.cuda.Event(enable_timing=True)
+        self.base.record()
+        self.base.synchronize()
+        self.begin = time.perf_counter_ns() / 1e3
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, mark: torch.cuda.Event) -> float:
+        mark.synchronize()
+        return self.begin + self.base.elapsed_time(mark) * 1e3
+
+    def when_through(self, work: Any) -> torch.cuda.Event:
+        """A mark in a stream that does nothing but wait for the message."""
+        with torch.cuda.stream(self.beside):
+            work.wait()
+            return self.mark()
+
+
+def make_clock() -> Clock:
+    return CudaClock() if torch.cuda.is_available() else CpuClock()
+
+
+def offset_to_rank_0() -> tuple[float, float]:
+    """Microseconds to add to this process's clock to get rank 0's, and by how many that may be off: half of the
+    shortest of some round trips. A collective call."""
+    group = dist.new_group(backend="gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    clock, answer = CpuClock(), torch.zeros(1, dtype=torch.float64)
+    offset, error = 0.0, 0.0
+    if rank == 0:
+        for peer in range(1, world_size):
+            for _ in range(ROUNDS):
+                dist.recv(answer, peer, group=group)
+                answer[0] = clock.mark()
+                dist.send(answer, peer, group=group)
+    else:
+        error = float("inf")
+        for _ in range(ROUNDS):
+            asked = clock.mark()
+            dist.send(answer, 0, group=group)
+            dist.recv(answer, 0, group=group)
+            answered = clock.mark()
+            if (answered - asked) / 2 < error:
+                error = (answered - asked) / 2
+                offset = float(answer[0]) - (asked + answered) / 2
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return offset, error

@@ -1,0 +1,82 @@
+"""`depthbench profile`: record some steps of a run, or look at recordings that are there."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from depthbench.config.load import load_run
+from depthbench.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a YAML file, or a name under configs/runs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="group choices and single settings")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to record (default: 3)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
+    parser.add_argument("--torch-trace", action="store_true", help="also torch.profiler's trace of each rank")
+    parser.add_argument("--memory-snapshot", action="store_true", help="also CUDA's memory history of each rank")
+    parser.add_argument("--report", metavar="FOLDER", help="make the files of a recording anew, and show its summary")
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two recordings side by side, into B/compare.html"
+    )
+    parser.add_argument("--json", action="store_true", help="with --report, --compare: print JSON, no table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status; raises UserError for what the user can mend."""
+    chosen = [name for name in ("run", "report", "compare") if getattr(args, name)]
+    if len(chosen) != 1:
+        raise UserError("give a RUN to record, or --report FOLDER, or --compare A B")
+    if args.report:
+        return _report(Path(args.report), args.json)
+    if args.compare:
+        first, second = map(Path, args.compare)
+        return _compare(first, second, args.json)
+    for name in ("steps", "warmup"):
+        if getattr(args, name) < (least := 1 if name == "steps" else 0):
+            raise UserError(f"--{name}={getattr(args, name)} must be at least {least}")
+    from depthbench.training.profiled import profile
+
+    settings = load_run(args.run, args.overrides)
+    tools = replace(
+        settings.profile,
+        torch_trace=args.torch_trace or settings.profile.torch_trace,
+        memory_snapshot=args.memory_snapshot or settings.profile.memory_snapshot,
+    )
+    return profile(replace(settings, profile=tools), args.warmup, args.steps)
+
+
+def _report(folder: Path, as_json: bool) -> int:
+    from .analysis import summarize
+    from .events import load_recording
+    from .render import summary_table, write_outputs
+
+    recording = load_recording(folder)
+    summary = summarize(recording)
+    written = write_outputs(recording)
+    if as_json:
+        print(json.dumps(summary.as_dict(), indent=2))
+    else:
+        Console().print(summary_table(summary))
+        print("\n".join(map(str, written)))
+    return 0
+
+
+def _compare(first: Path, second: Path, as_json: bool) -> int:
+    from .compare import compare, comparison_table
+    from .compare_page import write_comparison
+    from .events import load_recording
+
+    comparison = compare(load_recording(first), load_recording(second))
+    page = second / "compare.html"
+    write_comparison(comparison, page)
+    if as_json:
+        print(json.dumps(comparison.as_dict(), indent=2))
+    else:
+        Console().print(comparison_table(comparison))
+        print(page)
+    return 0

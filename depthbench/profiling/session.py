@@ -1,0 +1,131 @@
+"""The recording of some steps of a run: set up on every rank, saved by every rank, turned into files by the first."""
+
+import json
+import platform
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from depthbench.config.schema import RunConfig
+from depthbench.config.validate import layout_of, microbatch_group
+from depthbench.parallel.context import ParallelContext
+from depthbench.pipeline.transport import Transport
+from depthbench.planning.plan import make_plan
+
+from .clocks import make_clock, offset_to_rank_0
+from .events import PLAN, Kind, RankRecord, load_recording, save_rank
+from .recorder import Places, Recorder
+from .render import write_outputs
+
+
+class Session:
+    """Records the steps `run.profile.steps` into `folder`. Made by all processes together.
+
+    optimizer: with methods `prepare` and `apply`.
+    """
+
+    def __init__(
+        self, run: RunConfig, context: ParallelContext, transport: Transport | None, optimizer: Any, folder: Path
+    ) -> None:
+        assert run.profile.steps
+        self.run, self.context, self.folder = run, context, folder
+        self.first, self.last = run.profile.steps
+        count = run.train.global_batch // (run.train.micro_batch * context.dp_size)
+        places = Places(layout_of(run), context.pp_group.rank(), count, microbatch_group(run))
+        self.recorder = Recorder(places, transport, optimizer, context.megatron, make_clock())
+        self.recording = False
+        self.tokens: list[int] = []
+        self.offset = self.clock_error = 0.0
+        self.tools = ExitStack()  # torch's, where they are wanted
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Around optimizer step `number`."""
+        self.recording = self.first <= number <= self.last
+        if not self.recording:
+            return nullcontext()
+        if not self.tokens:
+            self._start()
+        return self.recorder.step(number)
+
+    def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each with a span for how long it took to come."""
+        stream = iter(batches)
+        while True:
+            with self.recorder.span(Kind.DATA) if self.recording else nullcontext():
+                try:
+                    batch = next(stream)
+                except StopIteration:
+                    return
+            yield batch
+
+    def after(self, tokens: int) -> None:
+        """To be told of each step that has been: its tokens, over all ranks."""
+        if self.recording:
+            self.tokens.append(tokens)
+        self.recording = False
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            for old in self.folder.glob("*rank-*"):  # of a recording with more ranks, perhaps
+                old.unlink()
+        offset, self.clock_error = offset_to_rank_0()
+        now = self.recorder.clock.microseconds(self.recorder.clock.mark())
+        origin = torch.tensor([now], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.broadcast(origin, src=0)
+        self.offset = offset - float(origin)
+        rank = f"rank-{dist.get_rank():05d}"
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        if self.run.profile.torch_trace:
+            profiler = torch.profiler.profile(
+                on_trace_ready=lambda found: found.export_chrome_trace(str(self.folder / f"torch-{rank}.json"))
+            )
+            self.tools.enter_context(profiler)
+        if self.run.profile.memory_snapshot and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history()
+            self.tools.callback(torch.cuda.memory._record_memory_history, None)
+            self.tools.callback(torch.cuda.memory._dump_snapshot, str(self.folder / f"memory-{rank}.pickle"))
+
+    def save(self, memory_bytes: int | None = None) -> str:
+        """Write this rank's file, and on rank 0 what is made of all of them; returns what there is to say of it. A
+        collective call.
+
+        memory_bytes: the most that this rank has held in a step, where no device's allocator can be asked.
+        """
+        self.tools.close()
+        if torch.cuda.is_available():
+            memory_bytes = torch.cuda.max_memory_allocated()
+        context = self.context
+        record = RankRecord(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            data=context.dp_rank,
+            pipeline=context.pp_group.rank(),
+            tensor=context.tp_rank,
+            host=platform.node(),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            clock_error=self.clock_error,
+            memory_bytes=memory_bytes,
+            cache_bytes=self.recorder.cache_bytes,
+            cache_hit_bytes=self.recorder.cache_hit_bytes,
+            tokens=self.tokens,
+            spans=self.recorder.spans(self.offset),
+        )
+        save_rank(self.folder, record)
+        if record.rank == 0:
+            plan = make_plan(self.run).as_dict()
+            (self.folder / PLAN).write_text(json.dumps(plan, indent=1))
+        dist.barrier()
+        return self._outputs() if record.rank == 0 else ""
+
+    def _outputs(self) -> str:
+        try:
+            write_outputs(load_recording(self.folder))
+        except Exception as error:  # a picture that cannot be drawn must not end the run
+            return f"recorded; its report failed ({error!r}), `depthbench profile --report {self.folder}` tries again"
+        return f"recorded steps {self.first} to {self.last}: {self.folder}/report.html"
