@@ -19,7 +19,8 @@ from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, local_share, residual_of
 from depthbench.pipeline.edges import edges, retentions
 from depthbench.planning.pipeline import cached_bytes, edge_plans
-from depthbench.planning.plan import make_plan, render_edges
+from depthbench.planning.plan import make_plan
+from depthbench.planning.render import render_edges
 from depthbench.residual.state import TensorSpec
 
 matplotlib.use("Agg")

@@ -98,6 +98,11 @@ def data_parallel(run: RunConfig, world_size: int) -> int:
     return world_size // model_ranks
 
 
+def microbatches(run: RunConfig, world_size: int) -> int:
+    """Of a step and rank, where `check_run` has nothing to say against it."""
+    return run.train.global_batch // (run.train.micro_batch * data_parallel(run, world_size))
+
+
 def check_run(run: RunConfig, world_size: int) -> None:
     """Raise UserError for the first combination of settings that cannot run on `world_size` processes."""
     train, data = run.train, run.data

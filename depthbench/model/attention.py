@@ -3,7 +3,6 @@
 Shapes: S sequence, B microbatch, D hidden, H heads of this rank, G KV heads of this rank, K head dim.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,11 +48,8 @@ class SelfAttention(nn.Module):
             grouped = self.heads != self.kv_heads
             out = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped)
         else:
-            depth_k, depth_v = ([self._spread(t.permute(1, 2, 0, 3)) for t in ts] for ts in depth)
-            out = joint_attention(q_BHSK, self._spread(k_BGSK), self._spread(v_BGSK), depth_k, depth_v)
+            v = v.contiguous()  # a view would keep all of qkv until backward; the depth slot is the same copy
+            depth_k, depth_v = ([t.permute(1, 2, 0, 3) for t in ts] for ts in depth)
+            out = joint_attention(q_BHSK, k_BGSK, v.permute(1, 2, 0, 3), depth_k, depth_v)
         y, _ = self.out(out.permute(2, 0, 1, 3).flatten(2))
         return y, {"keys": k, "values": v}
-
-    def _spread(self, t_BGSK: Tensor) -> Tensor:
-        """Repeat KV heads so that query head j meets KV head floor(j * G / H)."""
-        return torch.repeat_interleave(t_BGSK, self.heads // self.kv_heads, 1)

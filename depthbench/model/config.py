@@ -22,6 +22,7 @@ class RopeScaling:
     beta_slow: float = 1.0
 
 
+VOCAB_MULTIPLE = 128  # rows per rank are padded to this: matmul tiles, and any vocabulary divides over any TP
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size", "sequence_length")
 
 
@@ -79,6 +80,11 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def padded_vocab(self, tensor_parallel: int) -> int:
+        """Rows of the vocabulary's tables over all ranks."""
+        multiple = VOCAB_MULTIPLE * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
 
     @property
     def residual_shape(self) -> Shape:

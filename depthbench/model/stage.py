@@ -25,8 +25,6 @@ from .mlp import MLP
 from .recompute import Recompute, recomputed
 from .rope import Rope
 
-VOCAB_MULTIPLE = 128  # rows per rank are padded to this: matmul tiles, and any vocabulary divides over any TP
-
 Observer = Callable[[int, DepthState], None]
 """Called with the number of the sublayer that has just written, -1 for the embedding, and the state it wrote."""
 
@@ -120,8 +118,7 @@ class DecoderStage(nn.Module):
         self.recompute = recompute
         self.block_hook: Callable[[int, Tensor], None] | None = None
         self.observer: Observer | None = None
-        multiple = VOCAB_MULTIPLE * context.tp_size
-        padded = -(-config.vocab_size // multiple) * multiple
+        padded = config.padded_vocab(context.tp_size)
         table = Part("", (config.vocab_size, config.hidden_size), truncated_normal(config.init_std))
         rope = Rope(config)
         if span.has_embedding:

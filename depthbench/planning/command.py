@@ -1,13 +1,20 @@
-"""`depthbench plan RUN [key=value ...]`: what a run holds and computes, without starting it."""
+"""`depthbench plan RUN [key=value ...]`: what a run holds, computes, sends and takes, without starting it."""
 
 import argparse
 import json
+import sys
 
 from rich.console import Console
 
 from depthbench.config.load import load_run
+from depthbench.config.schema import RunConfig
+from depthbench.errors import UserError
 
-from .plan import make_plan, render, render_edges
+from .cluster import load_cluster
+from .memory import memory
+from .plan import Plan, make_plan
+from .render import render, render_edges, render_memory, render_time
+from .search import search
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,16 +29,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="length of the sequence whose forward FLOPs are counted (default: model.sequence_length)",
     )
+    parser.add_argument("--cluster", metavar="NAME", help="a name under launch/clusters/ or a YAML file: adds times")
+    parser.add_argument(
+        "--gpus",
+        metavar="N[,N...]",
+        help="processes (default: one copy of the model); with --search, one or several numbers (default: 8 to 1024)",
+    )
+    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit, for each number of GPUs")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status; raises UserError for what the user can mend."""
-    plan = make_plan(load_run(args.run, args.overrides), args.tokens)
+    """Run the command. Returns the exit status, 1 where the run does not fit the cluster's devices; raises UserError
+    for what the user can mend."""
+    settings = load_run(args.run, args.overrides)
+    gpus = _numbers(args.gpus)
+    if args.search:
+        return _search(settings, args.cluster, gpus, args.json)
+    if gpus and len(gpus) > 1:
+        raise UserError(f"--gpus={args.gpus}: several numbers need --search")
+    cluster = load_cluster(args.cluster) if args.cluster else None
+    plan = make_plan(settings, args.tokens, gpus[0] if gpus else None, cluster)
     if args.json:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
-        Console().print(render(plan))
-        if plan.edges:
-            Console().print(render_edges(plan))
+        _show(plan)
+    if not plan.fits:
+        assert plan.cluster
+        print(
+            f"depthbench: the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, a {plan.cluster.device} has "
+            f"{plan.cluster.memory_gib:g}: lower train.micro_batch={settings.train.micro_batch}, set "
+            "parallel.recompute=full or more parallel.tensor or parallel.pipeline; --search finds layouts that fit",
+            file=sys.stderr,
+        )
+        return 1
     return 0
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--gpus={text}: give a number, or several with commas between") from None
+
+
+def _show(plan: Plan) -> None:
+    console = Console()
+    console.print(render(plan))
+    console.print(render_memory(plan))
+    if plan.edges:
+        console.print(render_edges(plan))
+    if plan.time:
+        console.print(render_time(plan))
+    assumed = [*plan.memory_assumptions, *(plan.time.assumptions if plan.time else [])]
+    console.print("assumed:\n" + "\n".join(f"- {line}" for line in assumed), style="dim", highlight=False)
+
+
+def _search(settings: RunConfig, cluster: str | None, gpus: list[int] | None, as_json: bool) -> int:
+    if cluster is None:
+        raise UserError("--search needs --cluster NAME, for the devices' speed and memory")
+
+    def fullest(run: RunConfig, world_size: int) -> int:
+        return max(rank.peak for rank in memory(run, world_size))
+
+    found = search(settings, load_cluster(cluster), fullest, gpus)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        Console().print(found.render())
+        for count, choices in found.choices.items():
+            if choices:
+                print(f"{count} GPUs: depthbench plan {settings.name} --cluster {cluster} --gpus {count} \\")
+                print("    " + " ".join(choices[0].overrides))
+    return 0 if any(found.choices.values()) else 1

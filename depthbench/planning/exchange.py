@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from depthbench.config.schema import Precision, RunConfig
-from depthbench.config.validate import layout_of
+from depthbench.config.validate import data_parallel, layout_of
 
 from .cluster import Cluster
 from .links import Links
@@ -45,6 +45,18 @@ def stage_parameters(run: RunConfig) -> list[int]:
         tables = min(ends, 1) if model.tie_embeddings else ends
         held.append(round((blocks * each_block + tables * table) / run.parallel.tensor))
     return held
+
+
+def data_parallel_bytes(run: RunConfig, world_size: int) -> list[int]:
+    """Bytes that a rank of each stage sends a step, in rings: gradients reduced, and with the distributed optimizer
+    scattered, then weights gathered; without it gradients twice.
+
+    Raises UserError where the layout does not divide the processes.
+    """
+    replicas, precision = data_parallel(run, world_size), run.train.precision
+    state, element = _STATE_BYTES[precision], ELEMENT_BYTES[precision]
+    each = state + (element if run.parallel.distributed_optimizer else state)
+    return [round(held * each * (replicas - 1) / replicas) for held in stage_parameters(run)]
 
 
 def exposed(run: RunConfig, cluster: Cluster, links: Links, costs: Costs) -> Exposed:

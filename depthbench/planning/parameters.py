@@ -39,3 +39,30 @@ def count_parameters(run: RunConfig) -> Parameters:
         embedding=tables * model.vocab_size * model.hidden_size,
         residual=residual_of(run).num_parameters(),
     )
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """total: scalars that a rank holds, padding of the vocabulary counted. largest: of one weight."""
+
+    total: int
+    largest: int
+
+
+def rank_weights(run: RunConfig, first: int, last: int) -> RankWeights:
+    """Of blocks [first, last) and the tables that go with them, on one rank of its tensor-parallel group. The residual
+    path's are dealt out evenly by block; ranks share its extra projections, and each has all of the rest."""
+    model, ranks = run.model, run.parallel.tensor
+    table = model.padded_vocab(ranks) // ranks * model.hidden_size
+    ends = (first == 0) + (last == model.num_layers)
+    if model.tie_embeddings:
+        ends = min(ends, 1)
+    residual = residual_of(run)
+    shared = [
+        sum(projection.rows for projection in residual.extra_projections(block)) * model.hidden_size
+        for block in range(model.num_layers)
+    ]
+    own = (residual.num_parameters() - sum(shared)) * (last - first) // model.num_layers
+    blocks = ((last - first) * block_weights(model) + sum(shared[first:last])) // ranks
+    largest = max(2 * model.ffn_hidden_size * model.hidden_size // ranks, table if ends else 0)
+    return RankWeights(blocks + own + ends * table, largest)

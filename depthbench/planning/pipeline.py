@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from depthbench.config.schema import Precision, RunConfig
-from depthbench.config.validate import data_parallel, layout_of, local_share, microbatch_group, residual_of
+from depthbench.config.validate import layout_of, local_share, microbatch_group, microbatches, residual_of
 from depthbench.pipeline.edges import Edge, edges, retentions
 from depthbench.pipeline.order import runs
 
@@ -63,7 +63,7 @@ def cached_bytes(run: RunConfig, world_size: int) -> list[int]:
     sizes = {spec.name: element * local.numel(spec) for state in states for spec in state.history}
     sent = {edge.receiver: {spec.name for spec in edge.history} for edge in edges(residual, layout, cached)}
     keeping = retentions(residual, layout, cached)
-    count = run.train.global_batch // (run.train.micro_batch * data_parallel(run, world_size))
+    count = microbatches(run, world_size)
     peaks = []
     for stage in range(layout.num_stages):
         held = peak = 0

@@ -1,15 +1,21 @@
-"""The plan of a run: what it holds and computes, as an object, as JSON and as a table."""
+"""The plan of a run: what it holds, computes, sends and takes, as an object and as JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.table import Table
-
 from depthbench.config.schema import RunConfig
+from depthbench.config.validate import check_run, layout_of, microbatch_group, microbatches
 
 from . import flops
+from .cluster import Cluster
+from .exchange import data_parallel_bytes
+from .memory import CUDA, Kernels, RankMemory, assumptions, kv_cache_bytes, memory
 from .parameters import Parameters, count_parameters
-from .pipeline import EdgePlan, edge_plans
+from .pipeline import EdgePlan, cached_bytes, edge_plans
+from .schedule import schedule
+from .simulate import Costs, simulate
+from .time import StepTime, predict
+from .work import chunk_work
 
 
 @dataclass(frozen=True)
@@ -28,19 +34,41 @@ class Flops:
 
 @dataclass(frozen=True)
 class Plan:
-    """tokens_per_step: over all ranks. steps: of the whole schedule."""
+    """kv_cache_bytes: of one sequence of `flops.tokens`, in inference. tokens_per_step: over all ranks. steps: of the whole schedule. world_size: processes. memory: of a rank of each
+    stage. bubble: idle share of the forward and backward pass, from FLOPs alone. data_parallel_bytes: what a rank of
+    each stage sends a step for gradients and weights. time: where a cluster is known.
+    """
 
     run: str
     architecture: str
     parameters: Parameters
     flops: Flops
+    kv_cache_bytes: int
     tokens_per_step: int
     steps: int
+    world_size: int
     edges: list[EdgePlan]
+    memory: list[RankMemory]
+    memory_assumptions: list[str]
+    cached_bytes: list[int]
+    bubble: float
+    data_parallel_bytes: list[int]
+    cluster: Cluster | None
+    time: StepTime | None
 
     @property
     def total_tokens(self) -> int:
         return self.tokens_per_step * self.steps
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(rank.peak for rank in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank finds room on the cluster's device, as far as that is known."""
+        return self.cluster is None or self.peak_memory <= self.cluster.memory
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -59,18 +87,43 @@ class Plan:
                 "forward_exact": self.flops.forward_exact,
                 "train_per_token": self.flops.train_per_token,
             },
+            "kv_cache_bytes": self.kv_cache_bytes,
             "tokens": {"per_step": self.tokens_per_step, "total": self.total_tokens},
             "steps": self.steps,
+            "world_size": self.world_size,
             "edges": [_edge_dict(edge) for edge in self.edges],
+            "memory": {
+                "peak": self.peak_memory,
+                "stages": [rank.as_dict() for rank in self.memory],
+                "assumptions": self.memory_assumptions,
+            },
+            "cache_bytes": self.cached_bytes,
+            "bubble": self.time.bubble if self.time else self.bubble,
+            "data_parallel_bytes": self.data_parallel_bytes,
+            "step_seconds": self.time.step if self.time else None,
+            "device": self.cluster.device if self.cluster else None,
+            "fits": self.fits,
+            "time": self.time.as_dict() if self.time else None,
         }
 
 
-def make_plan(run: RunConfig, tokens: int | None = None) -> Plan:
-    """tokens: length of the sequence whose forward FLOPs are counted; None means the model's sequence length.
+def make_plan(
+    run: RunConfig,
+    tokens: int | None = None,
+    world_size: int | None = None,
+    cluster: Cluster | None = None,
+    kernels: Kernels = CUDA,
+) -> Plan:
+    """tokens: length of the sequence whose forward FLOPs and key-value cache are counted; None means the model's
+    sequence length. world_size: processes; None means one copy of the model. kernels: of the device whose memory is
+    planned.
 
-    Raises UserError if `tokens` is below 1 or the residual settings cannot work at the model's shape.
+    Raises UserError if `tokens` is below 1, the residual settings cannot work at the model's shape, or the run cannot
+    start on so many processes.
     """
     counted = run.model.sequence_length if tokens is None else tokens
+    processes = world_size or run.parallel.tensor * run.parallel.pipeline
+    check_run(run, processes)
     return Plan(
         run=run.name,
         architecture=run.architecture,
@@ -78,46 +131,36 @@ def make_plan(run: RunConfig, tokens: int | None = None) -> Plan:
         flops=Flops(
             counted, flops.prefill_paper(run, counted), flops.forward_exact(run, counted), flops.train_per_token(run)
         ),
+        kv_cache_bytes=kv_cache_bytes(run, counted),
         tokens_per_step=run.train.global_batch * run.model.sequence_length,
         steps=run.train.steps,
+        world_size=processes,
         edges=edge_plans(run),
+        memory=memory(run, processes, kernels),
+        memory_assumptions=assumptions(run),
+        cached_bytes=cached_bytes(run, processes),
+        bubble=bubble(run, processes),
+        data_parallel_bytes=data_parallel_bytes(run, processes),
+        cluster=cluster,
+        time=predict(run, cluster, processes) if cluster else None,
     )
+
+
+def bubble(run: RunConfig, world_size: int) -> float:
+    """Idle share, 0 to 1, of all stages' time in the forward and backward pass, where FLOPs are all that takes time."""
+    layout, chunks = layout_of(run), chunk_work(run)
+    free = [0.0] * (len(chunks) - 1)
+    costs = Costs(
+        forward=[chunk.forward.flops for chunk in chunks],
+        backward=[chunk.backward.flops + chunk.recompute.flops for chunk in chunks],
+        forward_edges=free,
+        backward_edges=free,
+    )
+    count, overlap = microbatches(run, world_size), run.pipeline.overlap_p2p
+    return simulate(schedule(layout, count, microbatch_group(run), overlap_p2p=overlap), costs).bubble
 
 
 def _edge_dict(edge: EdgePlan) -> dict[str, Any]:
     """`from` and `to` are chunks in depth order."""
     plain = asdict(edge)
     return {"from": plain.pop("sender"), "to": plain.pop("receiver"), **plain}
-
-
-def render_edges(plan: Plan) -> Table:
-    """What a microbatch sends forward; its gradients send as much back."""
-    table = Table(title="depth state between chunks, per microbatch and rank", title_justify="left")
-    for heading in ("chunks", "stages", "live", "history", "MB", "without cache", "AttnRes paper's"):
-        table.add_column(heading, justify="right")
-    for edge in plan.edges:
-        if edge.direction == "forward":
-            sizes = (f"{size / 1e6:,.3f}" for size in (edge.bytes, edge.bytes_without_cache, edge.bytes_paper))
-            counts = (str(edge.live_tensors), str(edge.history_tensors))
-            stages = f"{edge.sender_stage} to {edge.receiver_stage}"
-            table.add_row(f"{edge.sender} to {edge.receiver}", stages, *counts, *sizes)
-    return table
-
-
-def render(plan: Plan) -> Table:
-    """A table for the console."""
-    table = Table(title=f"{plan.run}: {plan.architecture}", show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    parameters, counted = plan.parameters, plan.flops
-    for part in ("total", "backbone", "embedding", "residual"):
-        table.add_row(f"parameters, {part}", f"{getattr(parameters, part):,}", end_section=part == "residual")
-    table.add_row(f"prefill of {counted.tokens:,} tokens, paper's count", f"{counted.prefill_paper / 1e12:,.4g} TFLOPs")
-    table.add_row(f"forward of {counted.tokens:,} tokens, as built", f"{counted.forward_exact / 1e12:,.4g} TFLOPs")
-    table.add_row("training, a token", f"{counted.train_per_token / 1e9:,.4g} GFLOPs")
-    whole_run = counted.train_per_token * plan.total_tokens
-    table.add_row("training, the whole run", f"{whole_run:.3e} FLOPs", end_section=True)
-    table.add_row("tokens a step", f"{plan.tokens_per_step:,}")
-    table.add_row("steps", f"{plan.steps:,}")
-    table.add_row("tokens in all", f"{plan.total_tokens:,}")
-    return table

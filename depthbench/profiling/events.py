@@ -91,7 +91,7 @@ class RankRecord:
 @dataclass(frozen=True)
 class Recording:
     """ranks: those found, in order; missing: the numbers of the others. plan: what was planned (`planning.plan`'s
-    `as_dict`) and `run`, the settings; None where rank 0 left none."""
+    `as_dict`, with the run's settings for its name); None where rank 0 left none."""
 
     folder: Path
     ranks: list[RankRecord]

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, microbatch_group
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.transport import Transport
+from depthbench.planning.memory import CPU, CUDA
 from depthbench.planning.plan import make_plan
 
 from .clocks import make_clock, offset_to_rank_0
@@ -118,8 +120,9 @@ class Session:
         )
         save_rank(self.folder, record)
         if record.rank == 0:
-            plan = make_plan(self.run).as_dict()
-            (self.folder / PLAN).write_text(json.dumps(plan, indent=1))
+            kernels = CUDA if torch.cuda.is_available() else CPU
+            plan = make_plan(self.run, world_size=record.world_size, kernels=kernels).as_dict()
+            (self.folder / PLAN).write_text(json.dumps({**plan, "run": plain(self.run)}, indent=1))
         dist.barrier()
         return self._outputs() if record.rank == 0 else ""
 

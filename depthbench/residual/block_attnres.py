@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .depth_read import DepthRead, link
 from .norms import RMSNorm
-from .protocol import Connection, Cost, Read, Residual, Shape
+from .protocol import Connection, Cost, Kept, Read, Residual, Shape
 from .state import DepthState, StateSpec, TensorSpec
 
 
@@ -136,6 +136,11 @@ class BlockAttnRes(Residual, name="block_attnres"):
         if self.block_length > 1:
             paper = sum(2 + k // self.block_length for k in range(1, total)) + self.num_sources(total)
         return Cost(4 * width * exact, 4 * width * paper)
+
+    def kept(self, sublayer: int) -> Kept:
+        """The running sum that it writes, and of each source that it reads a norm and a weight."""
+        written = self.shape.hidden_size if sublayer < self.shape.num_sublayers else 0
+        return Kept(tokens=written, scalars=2 * self.num_sources(sublayer))
 
     def probe(self, state: DepthState) -> Tensor:
         newest: Tensor = state.live["sum"] if state.live else next(reversed(state.history.values()))

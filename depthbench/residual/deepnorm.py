@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import LayerNorm
-from .protocol import Connection, Read
+from .protocol import Connection, Kept, Read
 from .state import DepthState
 
 
@@ -46,6 +46,12 @@ class DeepNorm(HiddenResidual, name="deepnorm"):
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         alpha = (2 * self.shape.num_layers) ** 0.25
         return DeepNormConnection(alpha, self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def kept(self, sublayer: int) -> Kept:
+        """A LayerNorm's input, in its own dtype."""
+        if sublayer == self.shape.num_sublayers:
+            return Kept()
+        return Kept(norms=0, tokens=self.shape.hidden_size)
 
     def init_scale(self, projection: str) -> float:
         return 1.0 if projection in ("q", "k") else (8 * self.shape.num_layers) ** -0.25

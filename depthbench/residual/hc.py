@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .norms import RMSNorm
 from .parameters import constant, fixed, residual_parameter
-from .protocol import Connection, Cost, Read
+from .protocol import Connection, Cost, Kept, Read
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
 from .streams import StreamResidual
@@ -94,6 +94,13 @@ class HC(StreamResidual, name="hc"):
     def num_parameters(self) -> int:
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
         return (total + 1) * width + total * (width * (n + 2) + n * n + 2 * n + 2)
+
+    def kept(self, sublayer: int) -> Kept:
+        """The streams, the branch's output, coefficients."""
+        n = self.config.num_streams
+        if sublayer == self.shape.num_sublayers:
+            return Kept()
+        return Kept(tokens=(n + 1) * self.shape.hidden_size, scalars=5 * n * (n + 2))
 
     def flops_per_token(self) -> Cost:
         """Per sublayer: coefficients n(n+2) products of length D, mixing n(n+1), writing n."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .pre_ln import PreLNConnection
-from .protocol import Connection, Read
+from .protocol import Connection, Kept, Read
 from .state import DepthState
 
 
@@ -45,6 +45,9 @@ class KEEL(HiddenResidual, name="keel"):
         if sublayer == 0:
             return PreLNConnection(width, self.config.norm_eps, dtype)
         return KEELConnection(1.0 if sublayer == 1 else self.shape.num_sublayers, width, self.config, dtype)
+
+    def kept(self, sublayer: int) -> Kept:
+        return Kept(norms=2 if 0 < sublayer < self.shape.num_sublayers else 1)
 
     def num_parameters(self) -> int:
         return 2 * self.shape.num_sublayers * self.shape.hidden_size  # two a sublayer but the first's, and the readout

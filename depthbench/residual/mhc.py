@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .norms import RMSNorm
 from .parameters import Init, constant, fixed, residual_parameter, truncated_normal
-from .protocol import Connection, Cost, Read, Shape
+from .protocol import Connection, Cost, Kept, Read, Shape
 from .sinkhorn import sinkhorn
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
@@ -115,6 +115,13 @@ class MHC(StreamResidual, name="mhc"):
     def num_parameters(self) -> int:
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers
         return (total + 1) * width + total * (n * width * (n * n + 2 * n) + n * n + 2 * n + 3)
+
+    def kept(self, sublayer: int) -> Kept:
+        """The streams, the branch's output, coefficients."""
+        n = self.config.num_streams
+        if sublayer == self.shape.num_sublayers:
+            return Kept()
+        return Kept(tokens=(n + 1) * self.shape.hidden_size, scalars=3 * n * (n + 2))
 
     def flops_per_token(self) -> Cost:
         """Per sublayer: coefficients n(n^2 + 2n) products of length D, reading n, mixing n^2, writing n."""

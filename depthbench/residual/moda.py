@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
-from .protocol import Connection, Cost, DepthKV, ExtraProjection, Read, Shape
+from .protocol import Connection, Cost, DepthKV, ExtraProjection, Kept, Read, Shape
 from .state import DepthState, Placement, StateSpec, TensorSpec
 
 
@@ -91,6 +91,11 @@ class MoDA(HiddenResidual, name="moda"):
         shape = self.shape
         projections = 2 * shape.num_kv_heads * shape.head_dim * shape.hidden_size
         return super().num_parameters() + (shape.num_layers - 1) * projections
+
+    def kept(self, sublayer: int) -> Kept:
+        """A slot, in copies of its own; of earlier slots, references."""
+        slot = sublayer < self.shape.num_sublayers and self._leaves_slot(sublayer)
+        return Kept(heads=2 * self.shape.num_kv_heads * self.shape.head_dim if slot else 0)
 
     def flops_per_token(self) -> Cost:
         """Extra projections 4 D G K a block but the last (G KV heads of size K); attention over 2i slots in block i,

@@ -90,6 +90,20 @@ class Cost(NamedTuple):
     paper: float
 
 
+class Kept(NamedTuple):
+    """What a sublayer's read and write keep for backward, numbers a token.
+
+    norms: RMS norms over vectors of width D, each of which keeps its input. tokens: elements of further tensors that
+    follow the tokens; heads: of those divided by KV head. scalars: float32 numbers. The branch's input is not counted:
+    its first matmul keeps it.
+    """
+
+    norms: int = 1
+    tokens: int = 0
+    heads: int = 0
+    scalars: int = 0
+
+
 class Residual(ABC):
     """One architecture at one shape: pure description, no parameters of its own."""
 
@@ -141,6 +155,10 @@ class Residual(ABC):
     @abstractmethod
     def probe(self, state: DepthState) -> Tensor:
         """[S, B, ...]: the newest representation in a state that a sublayer has just written, for statistics."""
+
+    def kept(self, sublayer: int) -> Kept:
+        """By `sublayer` (2L: by the readout), for the plan of memory."""
+        return Kept()
 
     def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
         """Projections that block's MLP must compute for this architecture."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .pre_ln import PreLNConnection
-from .protocol import Connection, Read
+from .protocol import Connection, Kept, Read
 from .state import DepthState
 
 
@@ -40,6 +40,9 @@ class SandwichLN(HiddenResidual, name="sandwich_ln"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return SandwichLNConnection(self.shape.hidden_size, self.config, dtype)
+
+    def kept(self, sublayer: int) -> Kept:
+        return Kept(norms=2 if sublayer < self.shape.num_sublayers else 1)
 
     def num_parameters(self) -> int:
         return (2 * self.shape.num_sublayers + 1) * self.shape.hidden_size

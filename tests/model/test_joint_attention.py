@@ -15,7 +15,10 @@ B, H = 2, 3
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, depth_k: Sequence[Tensor], depth_v: Sequence[Tensor]) -> Tensor:
-    tokens, size = q.shape[-2:]
+    heads, tokens, size = q.shape[1:]
+    meets = [head * k.shape[1] // heads for head in range(heads)]
+    k, v = k[:, meets], v[:, meets]
+    depth_k, depth_v = [key[:, meets] for key in depth_k], [value[:, meets] for value in depth_v]
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     over_sequence = (q @ k.mT).masked_fill(future, float("-inf"))
     over_depth = [(q * key).sum(-1, keepdim=True) for key in depth_k]
@@ -26,14 +29,17 @@ def naive(q: Tensor, k: Tensor, v: Tensor, depth_k: Sequence[Tensor], depth_v: S
     return out
 
 
-def leaves(tokens: int, size: int, slots: int, dtype: torch.dtype = torch.float64, heads: int = H) -> list[Tensor]:
-    """q, k, v, then keys and values of the slots; made [S, B, H, K], as the model has them."""
+def leaves(
+    tokens: int, size: int, slots: int, dtype: torch.dtype = torch.float64, heads: int = H, kv_heads: int = H
+) -> list[Tensor]:
+    """q, k, v, then keys and values of the slots; made [S, B, heads, K], as the model has them."""
     generator = torch.Generator().manual_seed(100 * tokens + size)
 
-    def draw() -> Tensor:
+    def draw(heads: int) -> Tensor:
         return 1.5 * torch.randn(tokens, B, heads, size, generator=generator, dtype=torch.float64)
 
-    return [draw().to(dtype).permute(1, 2, 0, 3).requires_grad_() for _ in range(3 + 2 * slots)]
+    counts = [heads] + [kv_heads] * (2 + 2 * slots)
+    return [draw(count).to(dtype).permute(1, 2, 0, 3).requires_grad_() for count in counts]
 
 
 def run(function: Any, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -47,7 +53,16 @@ def run(function: Any, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("size", [6, 8, 76])
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (16, 1), (16, 23), (70, 5), (600, 2)])  # kernels go by 32 to 512
 def test_float64(tokens: int, slots: int, size: int) -> None:
-    tensors = leaves(tokens, size, slots)
+    check_float64(leaves(tokens, size, slots))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (6, 3), (6, 6), (4, 1), (1, 1)])
+def test_grouped_heads(heads: int, kv_heads: int) -> None:
+    """Query heads that share a key/value head all add to its gradient."""
+    check_float64(leaves(70, 6, 3, heads=heads, kv_heads=kv_heads))
+
+
+def check_float64(tensors: list[Tensor]) -> None:
     out, grads = run(joint_attention, tensors)
     expected, wanted = run(naive, tensors)
     for one, other in zip([out, *grads], [expected, *wanted], strict=True):
@@ -55,18 +70,20 @@ def test_float64(tokens: int, slots: int, size: int) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("kv_heads", [H, 1])
 @pytest.mark.parametrize(("tokens", "slots", "size"), [(16, 3, 6), (70, 5, 76)])
-def test_without_a_kernel(tokens: int, slots: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel(tokens: int, slots: int, size: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 and float64 take on CUDA."""
     monkeypatch.setattr(depth_sdpa, "_has_kernel", lambda q: False)
-    test_float64(tokens, slots, size)
+    check_float64(leaves(tokens, size, slots, kv_heads=kv_heads))
 
 
+@pytest.mark.parametrize("kv_heads", [H, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("size", [6, 8, 76])
-def test_lower_precision(size: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_lower_precision(size: int, dtype: torch.dtype, tolerance: float, kv_heads: int) -> None:
     """Against float64 of the same rounded inputs; tolerances are of each tensor's largest element."""
-    tensors = leaves(70, size, 11, dtype)
+    tensors = leaves(70, size, 11, dtype, kv_heads=kv_heads)
     out, grads = run(joint_attention, tensors)
     expected, wanted = run(naive, [tensor.detach().double().requires_grad_() for tensor in tensors])
     for one, other in zip([out, *grads], [expected, *wanted], strict=True):
@@ -86,16 +103,21 @@ def test_depth_keys_alone_can_win() -> None:
         strong.copy_(far)
 
 
-def test_grouped_queries_are_spread_by_the_caller() -> None:
-    """Repeated key/value heads gather their gradients from all the queries that share them."""
-    q = leaves(16, 8, 0, heads=6)[0]
-    shared = leaves(17, 8, 2, heads=2)
-    shared = [t.detach()[:, :, :16].clone().requires_grad_() for t in shared]
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saves_no_copies(dtype: torch.dtype, kv_heads: int) -> None:
+    """Backward keeps q, k, v, the slots and the output themselves, and besides them one log-sum-exp."""
+    q, k, v, *depth = leaves(16, 8, 5, dtype, heads=6, kv_heads=kv_heads)
+    saved: dict[int, Tensor] = {}
 
-    def grouped(function: Any) -> list[Tensor]:
-        k, v, _, *depth = (t.repeat_interleave(3, 1) for t in shared)
-        out = function(q, k, v, depth[:2], depth[2:])
-        return [out, *torch.autograd.grad(out.square().sum(), [q, *shared[:2], *shared[3:]])]
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
 
-    for one, other in zip(grouped(joint_attention), grouped(naive), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * float(other.abs().max()))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = joint_attention(q, k, v, depth[:5], depth[5:])
+    for known in (q, k, v, *depth, out):
+        saved.pop(known.untyped_storage().data_ptr())
+    (lse,) = saved.values()
+    assert lse.shape == out.shape[:3]
+    assert lse.untyped_storage().nbytes() == 4 * lse.numel()
