@@ -43,13 +43,13 @@ class SelfAttention(nn.Module):
             part.unflatten(-1, (-1, self.head_size))
             for part in qkv.split([n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
         )
+        v = v.contiguous()  # a view would keep all of qkv until backward
         q_BHSK, k_BGSK, v_BGSK = (t.permute(1, 2, 0, 3) for t in (self.rope.rotate(q), self.rope.rotate(k), v))
         if depth is None:
             grouped = self.heads != self.kv_heads
             out = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped)
         else:
-            v = v.contiguous()  # a view would keep all of qkv until backward; the depth slot is the same copy
             depth_k, depth_v = ([t.permute(1, 2, 0, 3) for t in ts] for ts in depth)
-            out = joint_attention(q_BHSK, k_BGSK, v.permute(1, 2, 0, 3), depth_k, depth_v)
+            out = joint_attention(q_BHSK, k_BGSK, v_BGSK, depth_k, depth_v)
         y, _ = self.out(out.permute(2, 0, 1, 3).flatten(2))
         return y, {"keys": k, "values": v}

@@ -3,7 +3,7 @@
 Elements a token (D hidden, H heads, G KV heads, K head dim, F FFN width, V vocabulary), kept for backward without
 recomputation:
 
-    attention    input D; q, k, v (H + 2G) K; q and k rotated (H + G) K; output H K; log-sum-exp H in float32
+    attention    input D; q, k (rotated), v (H + 2G) K; output H K; log-sum-exp H in float32
     MLP          input D; gate and up 2F (and the architecture's own projections); silu F; product F
     residual     `Residual.kept`
     head         the readout; logits V
@@ -149,16 +149,15 @@ class _Stage:
         model = self.run.model
         extra = sum(projection.rows for projection in self.residual.extra_projections(block))
         heads = (2 * model.num_attention_heads + 2 * model.kv_heads) * model.head_size
-        return self.tokens * (
-            heads + 2 * model.ffn_hidden_size + extra
-        ) // self.ranks, 2 * self.tokens * model.hidden_size
+        first = self.tokens * (heads + 2 * model.ffn_hidden_size + extra) // self.ranks
+        return first, 2 * self.tokens * model.hidden_size
 
     def _block(self, block: int) -> int:
-        """Bytes kept without recomputation."""
+        """Bytes kept without recomputation. What attention keeps, q, k, v and its output, is as much as the matmul that
+        made them and the output."""
         model = self.run.model
         first, _ = self._matmuls(block)
-        rotated = (model.num_attention_heads + model.kv_heads) * model.head_size
-        inner = first + self.tokens * (rotated + 2 * model.ffn_hidden_size) // self.ranks
+        inner = first + self.tokens * 2 * model.ffn_hidden_size // self.ranks
         inputs = 2 * self.own * model.hidden_size
         statistics = 4 * self.tokens * model.num_attention_heads // self.ranks
         path = self._read_and_write(2 * block) + self._read_and_write(2 * block + 1)
@@ -168,12 +167,17 @@ class _Stage:
         """Bytes of the live state before a block."""
         return self.element * self.local.numel(*self.residual.state_at(2 * block).live)
 
+    def _history(self, last: int) -> dict[str, int]:
+        """Elements, by name, of the history that the block before `last` reads or leaves."""
+        states = [self.residual.state_at(2 * block) for block in (last - 1, last)]
+        return {spec.name: self.local.numel(spec) for state in states for spec in state.history}
+
     def _chunk(self, chunk: int) -> tuple[int, int]:
         """Bytes that a chunk keeps of a microbatch; of those, what the stage's later chunks read from its cache."""
         mode, (first, last) = self.run.parallel.recompute, self.layout.span(chunk)
         cached = self.run.pipeline.history_cache
         retained = retentions(self.residual, self.layout, cached)[chunk]
-        known = {spec.name: self.local.numel(spec) for spec in self.residual.state_at(2 * last).history}
+        known = self._history(last)
         before = {spec.name for spec in self.residual.state_at(2 * first).history}
         kept = sum(known.get(name, 0) for name in retained.kept) * self.element
         if mode is Recompute.NONE:
@@ -227,7 +231,7 @@ class _Stage:
         model, mode = self.run.model, self.run.parallel.recompute
         inner = self.tokens * model.ffn_hidden_size // self.ranks
         weight = 2 * model.ffn_hidden_size * model.hidden_size // self.ranks
-        gathered = self.local.numel(*self.residual.state_at(2 * last).history)  # gradients of what several blocks read
+        gathered = sum(self._history(last).values())  # gradients of what several blocks read
         block = self.element * (inner + weight + gathered)
         if mode is not Recompute.NONE:
             kept = self._matmuls(last - 1)[0] if mode is Recompute.SELECTIVE else 0

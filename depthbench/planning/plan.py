@@ -34,9 +34,10 @@ class Flops:
 
 @dataclass(frozen=True)
 class Plan:
-    """kv_cache_bytes: of one sequence of `flops.tokens`, in inference. tokens_per_step: over all ranks. steps: of the whole schedule. world_size: processes. memory: of a rank of each
-    stage. bubble: idle share of the forward and backward pass, from FLOPs alone. data_parallel_bytes: what a rank of
-    each stage sends a step for gradients and weights. time: where a cluster is known.
+    """kv_cache_bytes: of one sequence of `flops.tokens`, in inference. tokens_per_step: over all ranks. steps: of the
+    whole schedule. world_size: processes. memory: of a rank of each stage. cached_bytes: of each stage's history cache.
+    bubble: idle share of the forward and backward pass, from FLOPs alone. data_parallel_bytes: what a rank of each
+    stage sends a step for gradients and weights. time: where a cluster is known.
     """
 
     run: str

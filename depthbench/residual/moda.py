@@ -93,9 +93,10 @@ class MoDA(HiddenResidual, name="moda"):
         return super().num_parameters() + (shape.num_layers - 1) * projections
 
     def kept(self, sublayer: int) -> Kept:
-        """A slot, in copies of its own; of earlier slots, references."""
+        """Keys and values of a slot, of attention's the keys alone, which are not rotated; of earlier slots nothing."""
         slot = sublayer < self.shape.num_sublayers and self._leaves_slot(sublayer)
-        return Kept(heads=2 * self.shape.num_kv_heads * self.shape.head_dim if slot else 0)
+        copies = (2 if sublayer % 2 == 1 else 1) if slot else 0
+        return Kept(heads=copies * self.shape.num_kv_heads * self.shape.head_dim)
 
     def flops_per_token(self) -> Cost:
         """Extra projections 4 D G K a block but the last (G KV heads of size K); attention over 2i slots in block i,

@@ -1,0 +1,92 @@
+"""The plan's simulator, fed with what a recording measured."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from depthbench.config.load import typed
+from depthbench.config.schema import RunConfig
+from depthbench.config.validate import layout_of, microbatch_group, microbatches
+from depthbench.errors import UserError
+from depthbench.planning.schedule import schedule
+from depthbench.planning.simulate import Costs, Simulation, simulate
+
+from .events import Kind, Recording
+from .parts import Key, messages
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """costs: seconds; of a chunk its runs' mean, with what lies between a stage's runs and is no wait. computing: of
+    that share, what was inside the runs. run: the settings that were recorded."""
+
+    run: RunConfig
+    world_size: int
+    costs: Costs
+    computing: float
+
+    def simulated(self, run: RunConfig | None = None) -> Simulation:
+        """One pass; of `run`, where it has the same chunks and other microbatches or another schedule."""
+        run = run or self.run
+        count, overlap = microbatches(run, self.world_size), run.pipeline.overlap_p2p
+        return simulate(schedule(layout_of(run), count, microbatch_group(run), overlap_p2p=overlap), self.costs)
+
+    def bubble(self, simulation: Simulation) -> float:
+        """Idle share of a simulated pass as a recording counts it: outside the runs themselves."""
+        return 1 - (1 - simulation.bubble) * self.computing
+
+
+def calibrate(recording: Recording, steps: Sequence[int]) -> Calibration:
+    """From these steps of a recording. Raises UserError where it has no plan, or a rank is missing."""
+    if recording.missing or recording.plan is None:
+        raise UserError(f"{recording.folder} is not whole (ranks {recording.missing} missing): record again")
+    run = typed(recording.plan["run"])
+    chosen = set(steps)
+    runs: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    inside = between = 0.0
+    for record in recording.ranks:
+        for step in chosen:
+            found = sorted((s for s in record.spans if s.step == step), key=lambda span: span.begin)
+            passes = [s for s in found if s.kind in (Kind.FORWARD, Kind.BACKWARD)]
+            waits = sum(s.end - s.begin for s in found if s.kind.is_wait and s.begin < passes[-1].end)
+            busy = sum(s.end - s.begin for s in passes)
+            # not the wait for the first microbatch, which comes before the first run of a later stage
+            early = sum(s.end - s.begin for s in found if s.kind.is_wait and s.end <= passes[0].begin)
+            left = passes[-1].end - passes[0].begin - busy - (waits - early)
+            inside, between = inside + busy, between + left
+            for span in passes:
+                runs[span.chunk, span.backward].append(span.end - span.begin + left / len(passes))
+    chunks = range(layout_of(run).num_chunks)
+    transfers = _transfers(recording, chosen)
+    forward_edges, backward_edges = (
+        [mean(transfers[chunk, backward]) / 1e6 for chunk in chunks[1:]] for backward in (False, True)
+    )
+    costs = Costs(
+        forward=[mean(runs[chunk, False]) / 1e6 for chunk in chunks],
+        backward=[mean(runs[chunk, True]) / 1e6 for chunk in chunks],
+        forward_edges=forward_edges,
+        backward_edges=backward_edges,
+    )
+    return Calibration(run, recording.ranks[0].world_size, costs, inside / (inside + between))
+
+
+def _transfers(recording: Recording, steps: set[int]) -> dict[tuple[int, bool], list[float]]:
+    """Microseconds of each edge's messages that a receiver was waiting for when they came; where there were none, of
+    the fastest that came while it computed."""
+    found: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    all_of_them: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    among = messages(recording)
+    for record in recording.ranks:
+        for span in record.spans:
+            if span.kind is not Kind.WAIT_RECEIVE or span.step not in steps:
+                continue
+            message = among[Key.of(record, span)]
+            transfer = message.transfer
+            if transfer is None or message.send is None or message.receive is None:
+                continue
+            edge = span.chunk, span.backward
+            all_of_them[edge].append(transfer)
+            if span.begin <= max(message.send.span.begin, message.receive.span.begin):
+                found[edge].append(transfer)
+    return {edge: found[edge] or [min(times)] for edge, times in all_of_them.items()}
