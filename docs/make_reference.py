@@ -117,7 +117,7 @@ def section(title: str, cls: type, skip: frozenset[str] = frozenset()) -> Iterat
             yield from section(f"{' and '.join(names)} in {title}", inner)
 
 
-SECTIONS = ("model", "parallel", "pipeline", "data", "optimizer", "train", "checkpoint", "log")
+SECTIONS = ("model", "parallel", "pipeline", "data", "optimizer", "train", "checkpoint", "log", "profile")
 
 
 def reference() -> str:

@@ -3,8 +3,8 @@
     python benchmarks/profile/simulation.py [--steps 12] [key=value ...]
 
 For each layout two processes, each bound to a core of its own, train the quickstart (its data has to be prepared:
-launch/quickstart.sh) and record themselves. The simulator gets mean costs of the first half of the recorded steps, and
-is compared with the means of the second half.
+launch/quickstart.sh) and record themselves. The simulator gets mean costs of every other recorded step, and is compared
+with the means of the rest.
 """
 
 import argparse
@@ -46,12 +46,11 @@ def record(words: list[str], steps: int) -> None:
 
 def compared(folder: Path) -> dict[str, float]:
     recording = load_recording(folder)
-    steps = [step.step for step in summarize(recording).steps]
-    first, second = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    calibration = calibrate(recording, first)
+    steps = summarize(recording).steps
+    given, measured = steps[::2], steps[1::2]
+    calibration = calibrate(recording, [step.step for step in given])
     simulation = calibration.simulated()
-    measured = [step for step in summarize(recording).steps if step.step in second]
-    outside = mean(step.length - (step.pass_end - step.pass_begin) for step in summarize(recording).steps[: len(first)])
+    outside = mean(step.length - (step.pass_end - step.pass_begin) for step in given)
     return {
         "measured_step": mean(step.length for step in measured) / 1e6,
         "simulated_step": simulation.seconds + outside / 1e6,

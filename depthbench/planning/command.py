@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 
 from rich.console import Console
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     settings = load_run(args.run, args.overrides)
     gpus = _numbers(args.gpus)
     if args.search:
-        return _search(settings, args.cluster, gpus, args.json)
+        return _search(settings, [args.run, *args.overrides], args.cluster, gpus, args.json)
     if gpus and len(gpus) > 1:
         raise UserError(f"--gpus={args.gpus}: several numbers need --search")
     cluster = load_cluster(args.cluster) if args.cluster else None
@@ -68,9 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _numbers(text: str | None) -> list[int] | None:
     try:
-        return None if text is None else [int(word) for word in text.split(",")]
+        numbers = None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
         raise UserError(f"--gpus={text}: give a number, or several with commas between") from None
+    if numbers and min(numbers) < 1:
+        raise UserError(f"--gpus={text} must be at least 1")
+    return numbers
 
 
 def _show(plan: Plan) -> None:
@@ -85,7 +89,8 @@ def _show(plan: Plan) -> None:
     console.print("assumed:\n" + "\n".join(f"- {line}" for line in assumed), style="dim", highlight=False)
 
 
-def _search(settings: RunConfig, cluster: str | None, gpus: list[int] | None, as_json: bool) -> int:
+def _search(settings: RunConfig, words: list[str], cluster: str | None, gpus: list[int] | None, as_json: bool) -> int:
+    """words: those that `settings` were loaded from."""
     if cluster is None:
         raise UserError("--search needs --cluster NAME, for the devices' speed and memory")
 
@@ -99,6 +104,6 @@ def _search(settings: RunConfig, cluster: str | None, gpus: list[int] | None, as
         Console().print(found.render())
         for count, choices in found.choices.items():
             if choices:
-                print(f"{count} GPUs: depthbench plan {settings.name} --cluster {cluster} --gpus {count} \\")
+                print(f"{count} GPUs: depthbench plan --cluster {cluster} --gpus {count} {shlex.join(words)} \\")
                 print("    " + " ".join(choices[0].overrides))
     return 0 if any(found.choices.values()) else 1

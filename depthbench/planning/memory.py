@@ -29,7 +29,7 @@ from depthbench.pipeline.edges import edges, retentions
 from depthbench.pipeline.order import runs
 
 from .parameters import rank_weights
-from .pipeline import ELEMENT_BYTES
+from .pipeline import ELEMENT_BYTES, cached_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def memory(run: RunConfig, world_size: int, kernels: Kernels = CUDA) -> list[Ran
 
     Raises UserError where the layout does not divide them or the residual settings cannot work at the model's shape.
     """
-    return [_Stage(run, world_size, kernels, stage).memory() for stage in range(run.parallel.pipeline)]
+    cached = cached_bytes(run, world_size)
+    return [_Stage(run, world_size, kernels, *each).memory() for each in enumerate(cached)]
 
 
 def kv_cache_bytes(run: RunConfig, tokens: int) -> int:
@@ -101,8 +102,8 @@ def assumptions(run: RunConfig) -> list[str]:
 
 
 class _Stage:
-    def __init__(self, run: RunConfig, world_size: int, kernels: Kernels, stage: int) -> None:
-        self.run, self.world_size, self.kernels, self.stage = run, world_size, kernels, stage
+    def __init__(self, run: RunConfig, world_size: int, kernels: Kernels, stage: int, cached: int) -> None:
+        self.run, self.world_size, self.kernels, self.stage, self.cached = run, world_size, kernels, stage, cached
         self.residual, self.layout, self.local = residual_of(run), layout_of(run), local_share(run)
         self.replicas = data_parallel(run, world_size)
         self.element = ELEMENT_BYTES[run.train.precision]
@@ -126,10 +127,11 @@ class _Stage:
             weights=count * self.element,
             gradients=count * state,
             optimizer=owned * state * (3 if mixed else 2),
-            activations=(in_flight := self._in_flight())[0],
-            history_cache=in_flight[1],
+            activations=self._in_flight(),
+            history_cache=self.cached,
             messages=self._messages(),
-            backward=max(self._backward(*span) for span in spans),
+            # instead of backward a stage may be packing its next message
+            backward=max(self._largest_messages()[0], *(self._backward(*span) for span in spans)),
             update=updated * state,
         )
 
@@ -172,18 +174,17 @@ class _Stage:
         states = [self.residual.state_at(2 * block) for block in (last - 1, last)]
         return {spec.name: self.local.numel(spec) for state in states for spec in state.history}
 
-    def _chunk(self, chunk: int) -> tuple[int, int]:
-        """Bytes that a chunk keeps of a microbatch; of those, what the stage's later chunks read from its cache."""
+    def _chunk(self, chunk: int) -> int:
+        """Bytes that a chunk keeps of a microbatch, with what the stage's later chunks read from its cache."""
         mode, (first, last) = self.run.parallel.recompute, self.layout.span(chunk)
         cached = self.run.pipeline.history_cache
         retained = retentions(self.residual, self.layout, cached)[chunk]
         known = self._history(last)
         before = {spec.name for spec in self.residual.state_at(2 * first).history}
-        kept = sum(known.get(name, 0) for name in retained.kept) * self.element
         if mode is Recompute.NONE:
             arrived = before - set(retained.taken)
             history = sum(known.get(name, 0) for name in arrived) * self.element
-            return sum(map(self._block, range(first, last))) + history, kept
+            return sum(map(self._block, range(first, last))) + history
         read = {spec.name for spec in self.residual.state_at(2 * (last - 1)).history}
         needed = (read | retained.kept) - set(retained.taken)
         total = sum(known.get(name, 0) for name in needed) * self.element
@@ -191,10 +192,21 @@ class _Stage:
             total += self._input(block)
             if mode is Recompute.SELECTIVE:
                 total += self.element * sum(self._matmuls(block))
-        return total, kept
+        if mode is Recompute.SELECTIVE:
+            total -= self.element * sum(known.get(name, 0) for name in needed & self._outputs(first, last))
+        return total
 
-    def _in_flight(self) -> tuple[int, int]:
-        """The most that a stage keeps of all microbatches at once; of its cache."""
+    def _outputs(self, first: int, last: int) -> set[str]:
+        """History that is a last matmul's output itself, as where sublayers have no live state to add theirs to."""
+        found = set()
+        for sublayer in range(2 * first, 2 * last):
+            before, after = self.residual.state_at(sublayer), self.residual.state_at(sublayer + 1)
+            if not before.live and not after.live:
+                found |= {spec.name for spec in after.history} - {spec.name for spec in before.history}
+        return found
+
+    def _in_flight(self) -> int:
+        """The most that a stage keeps of all microbatches at once."""
         stages, chunks, group = self.layout.num_stages, self.layout.chunks_per_stage, microbatch_group(self.run)
         count = microbatches(self.run, self.world_size)
         behind = stages - self.stage - 1
@@ -203,27 +215,29 @@ class _Stage:
         forward = list(runs(self.layout, self.stage, count, group))
         backward = list(runs(self.layout, self.stage, count, group, backward=True))
         warmup = min(warmup, len(forward))
-        held = cached = 0
-        peak = most = 0
+        held = peak = 0
         for number, (chunk, _) in enumerate(forward):
-            held, cached = held + kept[chunk][0], cached + kept[chunk][1]
-            peak, most = max(peak, held), max(most, cached)
+            held += kept[chunk]
+            peak = max(peak, held)
             if number >= warmup:
-                done, _ = backward[number - warmup]
-                held, cached = held - kept[done][0], cached - kept[done][1]
+                held -= kept[backward[number - warmup][0]]
             if number > warmup + 2 * chunks * group:
                 break  # it repeats itself
-        return peak, most
+        return peak
 
     # -- while a pass goes on -------------------------------------------------------------------------------------
     def _messages(self) -> int:
-        """The last messages sent, kept until they are through, and the one that arrives, each way."""
+        """While a chunk runs backward: the last message sent forward, kept until it is through, the gradient that has
+        come for it, and the gradient that leaves."""
+        leaving, coming = self._largest_messages()
+        return 2 * leaving + coming
+
+    def _largest_messages(self) -> tuple[int, int]:
+        """Bytes of those that leave and that come forward."""
         between = edges(self.residual, self.layout, self.run.pipeline.history_cache)
         sizes = {edge.receiver: self.element * self.local.numel(*edge.tensors) for edge in between}
         chunks = self.layout.chunks_of(self.stage)
-        leaving = max((sizes.get(chunk + 1, 0) for chunk in chunks), default=0)
-        coming = max((sizes.get(chunk, 0) for chunk in chunks), default=0)
-        return 3 * leaving + coming
+        return max(sizes.get(chunk + 1, 0) for chunk in chunks), max(sizes.get(chunk, 0) for chunk in chunks)
 
     def _backward(self, first: int, last: int) -> int:
         """Beyond what is kept: of a block's MLP, the gradients of gate and up with their weights' while the product is

@@ -3,8 +3,8 @@ our communicator, written down.
 
 A send waits for the one before it in its direction and for nothing else. A receive that does not overlap is waited for
 at once, together with the one posted beside it: a stage of the interleaved schedule then has its next input *and* its
-next gradient before it computes either. (That this is what Megatron-Core's schedules do, a test shows; without it a
-plan needs no Megatron-Core.)
+next gradient before it computes either. (That this is what Megatron-Core 0.16's schedules do, a test shows; those of
+0.19 differ with overlap, where a stage waits for its next gradient before its next input. A plan needs neither.)
 """
 
 from collections import deque

@@ -88,7 +88,8 @@ class Search:
             "run": self.run,
             "device": self.cluster.device,
             "choices": [
-                {"gpus": c.gpus, "overrides": c.overrides, "memory": c.memory, **c.time.as_dict()} for c in choices
+                {"gpus": c.gpus, "overrides": c.overrides, "memory": c.memory, "time": c.time.as_dict()}
+                for c in choices
             ],
             "refused": refused,
         }

@@ -74,19 +74,20 @@ def calibrate(recording: Recording, steps: Sequence[int]) -> Calibration:
 def _transfers(recording: Recording, steps: set[int]) -> dict[tuple[int, bool], list[float]]:
     """Microseconds of each edge's messages that a receiver was waiting for when they came; where there were none, of
     the fastest that came while it computed."""
-    found: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    all_of_them: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    among = messages(recording)
-    for record in recording.ranks:
-        for span in record.spans:
-            if span.kind is not Kind.WAIT_RECEIVE or span.step not in steps:
-                continue
-            message = among[Key.of(record, span)]
-            transfer = message.transfer
-            if transfer is None or message.send is None or message.receive is None:
-                continue
-            edge = span.chunk, span.backward
-            all_of_them[edge].append(transfer)
-            if span.begin <= max(message.send.span.begin, message.receive.span.begin):
-                found[edge].append(transfer)
-    return {edge: found[edge] or [min(times)] for edge, times in all_of_them.items()}
+    waits = {
+        Key.of(record, span): span
+        for record in recording.ranks
+        for span in record.spans
+        if span.kind is Kind.WAIT_RECEIVE
+    }
+    awaited: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    every: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    for key, message in messages(recording).items():
+        transfer, wait = message.transfer, waits.get(key)
+        if key.step not in steps or transfer is None:
+            continue
+        assert message.send and message.receive
+        every[key.chunk, key.backward].append(transfer)
+        if wait and wait.begin <= max(message.send.span.begin, message.receive.span.begin):
+            awaited[key.chunk, key.backward].append(transfer)
+    return {edge: awaited[edge] or [min(times)] for edge, times in every.items()}

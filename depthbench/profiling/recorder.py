@@ -62,6 +62,7 @@ class Recorder:
         self.taken: list[_Taken] = []
         self.number = 0
         self.reducing: Any = None
+        self.taken_before = 0  # the reduction began
         self.cache_hit_bytes = self.cache_bytes = 0
 
     # -- spans ----------------------------------------------------------------------------------------------------
@@ -117,16 +118,20 @@ class Recorder:
 
     def _finalize(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def finalize(*args: Any, **kwargs: Any) -> Any:
-            self.reducing = self.clock.mark()
+            self.reducing, self.taken_before = self.clock.mark(), len(self.taken)
             return run(*args, **kwargs)
 
         return finalize
 
     def _prepare(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def prepare() -> Any:
-            # from the gradients' reduction to here, so that the loss's is in it
-            begin = self.clock.mark()
-            self.add(Kind.REDUCE, self.reducing, begin)
+            # from the gradients' reduction to here, so that the loss's is in it; between them the last sends are waited
+            # for
+            begin, after = self.clock.mark(), self.reducing
+            for waited in [taken for taken in self.taken[self.taken_before :] if taken.kind.is_wait]:
+                self.add(Kind.REDUCE, after, waited.begin)
+                after = waited.end
+            self.add(Kind.REDUCE, after, begin)
             norm = run()
             self.add(Kind.OPTIMIZER, begin, self.clock.mark())
             return norm
@@ -147,14 +152,19 @@ class RecordingCommunicator(Communicator):
         self.recorder = recorder
 
     def _send(self, packed: Tensor, *, backward: bool) -> Handle:
-        return self._recorded(super()._send(packed, backward=backward), Kind.SEND)
+        if backward in self.sending:
+            self.sending[backward].wait()  # before this message's time begins
+        posted = self.recorder.clock.mark()
+        return self._recorded(super()._send(packed, backward=backward), Kind.SEND, posted)
 
     def _receive(self, *, backward: bool) -> Handle:
-        return self._recorded(super()._receive(backward=backward), Kind.RECEIVE)
+        posted = self.recorder.clock.mark()
+        return self._recorded(super()._receive(backward=backward), Kind.RECEIVE, posted)
 
-    def _recorded(self, handle: Handle, kind: Kind) -> Handle:
+    def _recorded(self, handle: Handle, kind: Kind, posted: Any) -> Handle:
+        """posted: a mark from just before the message was; it may be through before a mark from after."""
         recorder, clock, edge = self.recorder, self.recorder.clock, self._edge(handle.label)
-        posted, through = clock.mark(), clock.when_through(handle.work)
+        through = clock.when_through(handle.work)
         size = self.link.local.numel(*edge.tensors) * handle.packed.itemsize
         place, wait = _place(handle.label), handle.wait
 

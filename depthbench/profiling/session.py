@@ -39,7 +39,7 @@ class Session:
         count = run.train.global_batch // (run.train.micro_batch * context.dp_size)
         places = Places(layout_of(run), context.pp_group.rank(), count, microbatch_group(run))
         self.recorder = Recorder(places, transport, optimizer, context.megatron, make_clock())
-        self.recording = False
+        self.recording = self.open = False
         self.tokens: list[int] = []
         self.offset = self.clock_error = 0.0
         self.tools = ExitStack()  # torch's, where they are wanted
@@ -49,7 +49,7 @@ class Session:
         self.recording = self.first <= number <= self.last
         if not self.recording:
             return nullcontext()
-        if not self.tokens:
+        if not self.open:
             self._start()
         return self.recorder.step(number)
 
@@ -70,7 +70,12 @@ class Session:
             self.tokens.append(tokens)
         self.recording = False
 
+    def due(self, number: int, last: int) -> bool:
+        """Whether `save` is due after step `number` of a training that ends with step `last`."""
+        return self.open and number in (self.last, last)
+
     def _start(self) -> None:
+        self.open = True
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
             for old in self.folder.glob("*rank-*"):  # of a recording with more ranks, perhaps
@@ -99,6 +104,7 @@ class Session:
 
         memory_bytes: the most that this rank has held in a step, where no device's allocator can be asked.
         """
+        self.open = False
         self.tools.close()
         if torch.cuda.is_available():
             memory_bytes = torch.cuda.max_memory_allocated()

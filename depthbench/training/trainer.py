@@ -115,7 +115,7 @@ class Trainer:
             began = time.perf_counter()
             values = self.advance(stream)
             self.report(values, time.perf_counter() - began)
-            if self.session and self.step == self.session.last:
+            if self.session and self.session.due(self.step, last_step):
                 self.save_recording()
             stopped = self.signals.agreed()
             if not stopped and self._due(run.train.eval_every):
@@ -126,6 +126,8 @@ class Trainer:
             if stopped or self.step == last_step or self._due(run.checkpoint.every):
                 self._save()
             if stopped:
+                if self.session and self.session.open:
+                    self.save_recording()
                 self.writer.close()
                 return self.leave("stopped", stopped)
         self.writer.close()

@@ -1,8 +1,8 @@
 """Every architecture through every pipeline equals the naive reference on one process, and sends what the plan says.
 
 The whole matrix has ten architectures, nine layouts, cache on and off, overlap on and off where there is interleaving,
-and recomputation. Every test run covers each architecture with each layout once, with the other settings dealt out so
-that all pairs meet; `-m matrix` the rest.
+and recomputation. `.ci/run` runs the rest of the matrix (`-m matrix`), every test run a selection: each architecture
+with each layout once, the other settings dealt out so that all pairs meet.
 """
 
 import math

@@ -4,12 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
+from depthbench.parallel import startup
 from depthbench.planning import flops
+from tests.harness import run_workers
+from tests.models import ARCHITECTURES, small_run, start_stage
 from tests.reference import Shape, random_weights, reference_logits
 
 PAPER_TOKENS = 4096
@@ -57,6 +61,11 @@ def test_residual_path_of_the_deepest_model(residual: str, printed: str) -> None
     assert f"{(flops.prefill_paper(run_of('400m_L70', residual), PAPER_TOKENS) - plain) / 1e12:.3f}" == printed
 
 
+def test_prefill_of_the_papers_dearest_model() -> None:
+    """The upper end of its range: the deepest model with Full AttnRes."""
+    assert f"{flops.prefill_paper(run_of('400m_L70', 'full_attnres'), PAPER_TOKENS) / 1e12:.3f}" == "4.433"
+
+
 def test_block_attnres_as_built_reads_what_there_is() -> None:
     """1 + ceil(k / b) sources at sublayer k: 28 D fewer a token than the paper's formula counts."""
     run, plain, tokens = run_of("400m_L24", "block_attnres"), run_of("400m_L24"), 64
@@ -91,6 +100,33 @@ def masked_flops(run: RunConfig, tokens: int) -> int:
     """The share of a full attention matrix that causality masks: T (T - 1) / 2 pairs, two products, every layer."""
     model = run.model
     return model.num_layers * 2 * tokens * (tokens - 1) * model.num_attention_heads * model.head_size
+
+
+def counted_as_built(rank: int, world_size: int, store: str, runs: list[RunConfig]) -> list[int]:
+    """What torch counts in the product's own forward pass of one sequence. Attention through its matmuls, over the full
+    square: of the kernel that a CPU would choose it knows no count."""
+    found = []
+    for number, run in enumerate(runs):
+        stage = start_stage(rank, world_size, f"{store}.{number}", run)
+        tokens = torch.zeros(1, run.model.sequence_length, dtype=torch.int64)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            stage(tokens, tokens)
+        found.append(counter.get_total_flops())
+        startup.stop()
+    return found
+
+
+def test_forward_of_every_architecture_is_what_torch_counts_as_built() -> None:
+    """Within a hundredth: torch counts no element-wise products, as which some depth reads and mixtures run."""
+    shape = {"hidden_size": 512, "ffn_hidden_size": 1280, "num_attention_heads": 8, "num_kv_heads": 4}
+    shape |= {"vocab_size": 128}
+    runs = [small_run(name, residual, model=shape, train={"precision": "fp32"}) for name, residual, _ in ARCHITECTURES]
+    (counted,) = run_workers(1, counted_as_built, runs)
+    for run, found in zip(runs, counted, strict=True):
+        tokens = run.model.sequence_length
+        ours = flops.forward_exact(run, tokens)
+        assert found - masked_flops(run, tokens) == pytest.approx(ours, rel=0.01), run.architecture
+        assert found - masked_flops(run, tokens) <= ours
 
 
 SHAPES = [{}, {"num_kv_heads": 2}, {"num_kv_heads": 3, "head_dim": 10}, {"tie_embeddings": True}]

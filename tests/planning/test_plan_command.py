@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from depthbench.config.load import load_run
 from depthbench.errors import UserError
-from depthbench.planning import flops
+from depthbench.planning import flops, memory
 from depthbench.planning.command import add_arguments, run
 
 
@@ -23,6 +24,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("depthbench_400m", "residual=hc", "train.steps=10", "--tokens", "4096", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     config = load_run("depthbench_400m", ["residual=hc"])
+    ours = memory.memory(config, 1)
     assert shown == {
         "run": "depthbench_400m",
         "architecture": "hc",
@@ -38,10 +40,65 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
             "forward_exact": flops.forward_exact(config, 4096),
             "train_per_token": flops.train_per_token(config),
         },
+        "kv_cache_bytes": 384 * 2**20,
         "tokens": {"per_step": 2**20, "total": 10 * 2**20},
         "steps": 10,
+        "world_size": 1,
         "edges": [],
+        "memory": {
+            "peak": ours[0].peak,
+            "stages": [{**vars(ours[0]), "peak": ours[0].peak}],
+            "assumptions": memory.assumptions(config),
+        },
+        "cache_bytes": [0],
+        "bubble": 0.0,
+        "data_parallel_bytes": [0],
+        "step_seconds": None,
+        "device": None,
+        "fits": True,
+        "time": None,
     }
+
+
+PIPELINE = ["residual=full_attnres", "parallel.pipeline=4", "parallel.virtual_pipeline=2", "parallel.tensor=2"]
+
+
+def test_json_of_a_pipeline_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each chunk's edges forward and backward, a rank of each stage, what replicas exchange, and times."""
+    words = ["depthbench_400m", *PIPELINE, "train.micro_batch=4", "--cluster", "h100", "--gpus", "16", "--json"]
+    assert plan(*words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    edges = shown["edges"]
+    assert [(edge["from"], edge["to"]) for edge in edges] == [
+        *((chunk, chunk + 1) for chunk in range(7)),
+        *((chunk + 1, chunk) for chunk in reversed(range(7))),
+    ]
+    token = 4 * 1024 * 2  # bytes of a microbatch's token position in bf16, four sequences
+    for edge in edges:
+        # a chunk leaves 6 sources (three layers of two sublayers); stages 4.. have those of the chunk before
+        receiver = max(edge["from"], edge["to"])
+        known = 6 * (receiver - 3) + 1 if receiver >= 4 else 0
+        per_source = shown["flops"]["tokens"] * token
+        assert edge["live_tensors"] == 0 and edge["history_tensors"] == 6 * receiver + 1 - known
+        assert edge["bytes_without_cache"] == (6 * receiver + 1) * per_source
+        assert edge["bytes"] == edge["history_tensors"] * per_source
+    assert [stage["stage"] for stage in shown["memory"]["stages"]] == [0, 1, 2, 3] and len(shown["cache_bytes"]) == 4
+    assert [stage["history_cache"] for stage in shown["memory"]["stages"]] == shown["cache_bytes"]
+    assert shown["memory"]["peak"] == max(stage["peak"] for stage in shown["memory"]["stages"])
+    assert shown["world_size"] == 16 and all(size > 0 for size in shown["data_parallel_bytes"])
+    assert 0 < shown["bubble"] < 1 and shown["bubble"] == shown["time"]["bubble"]
+    assert shown["step_seconds"] == shown["time"]["step"] > 0 and shown["fits"]
+
+
+# tokens of the paper's figure: bf16, keys and values of all layers
+@pytest.mark.parametrize(
+    ("layers", "mebibytes"), [(16, 304), (20, 350), (24, 384), (28, 420), (32, 448), (42, 525), (70, 700)]
+)
+def test_key_value_cache_is_the_papers(layers: int, mebibytes: int) -> None:
+    """For one sequence of 4096 tokens, of any architecture."""
+    for residual in ("pre_ln", "moda", "full_attnres"):
+        run = load_run("depthbench_400m", [f"model=400m_L{layers}", f"residual={residual}"])
+        assert memory.kv_cache_bytes(run, 4096) == mebibytes * 2**20
 
 
 def test_tokens_default_to_the_models_sequence_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,13 +120,81 @@ def test_settings_that_cannot_work_are_refused() -> None:
         plan("depthbench_400m", "--tokens", "0")
 
 
-def test_megatron_is_not_imported() -> None:
-    code = """
+def test_a_cluster_adds_times(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["depthbench_400m", "train.micro_batch=8", "--cluster", "a100-40gb", "--gpus", "64"]
+    assert plan(*words) == 0
+    shown = capsys.readouterr().out
+    for piece in ("a step on 64 A100-SXM4-40GB, predicted", "MFU", "GPU-hours, the whole run", "GiB on a rank of 64"):
+        assert piece in shown
+    assert plan(*words, "--json") == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    for said in (f"{time['step']:.4g} s", f"{time['mfu']:.1%}", f"{time['gpu_hours']:,.0f}"):
+        assert said in shown
+
+
+def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1; what is needed, what there is and the way out on stderr, and the plan all the same."""
+    words = ["depthbench_400m", "model=400m_L70", "train.micro_batch=64", "--cluster", "a100-40gb", "--gpus", "8"]
+    assert plan(*words) == 1
+    shown = capsys.readouterr()
+    run = load_run("depthbench_400m", ["model=400m_L70", "train.micro_batch=64"])
+    needed = max(rank.peak for rank in memory.memory(run, 8)) / 2**30
+    assert f"needs {needed:.1f} GiB, a A100-SXM4-40GB has 38:" in shown.err
+    assert "train.micro_batch=64" in shown.err and "parallel.recompute=full" in shown.err and "MFU" in shown.out
+    assert plan(*words, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["parallel.tensor=2", "--gpus", "7"],
+            r"7 processes cannot hold parallel\.tensor=2 .* = 2 ranks .* multiple of 2",
+        ),
+        (["train.micro_batch=16", "--gpus", "64"], r"train\.global_batch=512 is not a multiple of .* = 1024"),
+        (["--gpus", "8,16"], r"--gpus=8,16: several numbers need --search"),
+        (["--gpus", "eight"], r"--gpus=eight: give a number, or several with commas between"),
+        (["--gpus", "0"], r"--gpus=0"),
+        (["--gpus", "-8"], r"--gpus=-8"),
+        (["--search"], r"--search needs --cluster NAME"),
+    ],
+)
+def test_processes_that_cannot_be(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        plan("depthbench_400m", *words)
+
+
+SEARCH = ["depthbench_400m", "residual=block_attnres", "--cluster", "a100-40gb", "--gpus", "8,16", "--search"]
+
+
+def test_search(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, and for each number of GPUs a line that can be pasted and plans the fastest layout."""
+    assert plan(*SEARCH) == 0
+    shown = capsys.readouterr().out
+    assert "depthbench_400m: fastest layouts on A100-SXM4-40GB" in shown
+    assert plan(*SEARCH, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    for gpus in ("8", "16"):
+        begin = f"{gpus} GPUs: depthbench "
+        command = shown[shown.index(begin) + len(begin) :].replace("\\\n", " ").splitlines()[0]
+        words = shlex.split(command)
+        assert words[0] == "plan" and "residual=block_attnres" in words
+        assert plan(*words[1:], "--json") == 0
+        best = json.loads(capsys.readouterr().out)
+        listed = next(choice for choice in found["choices"] if choice["gpus"] == int(gpus))
+        assert best["world_size"] == int(gpus) and best["fits"]
+        assert best["step_seconds"] == listed["time"]["step"]
+
+
+@pytest.mark.parametrize("words", ["", "--cluster h100 --gpus 64", "--cluster h100 --gpus 8 --search"])
+def test_megatron_is_not_imported(words: str) -> None:
+    code = f"""
 import argparse, sys
 from depthbench.planning.command import add_arguments, run
 parser = argparse.ArgumentParser()
 add_arguments(parser)
-run(parser.parse_args(["depthbench_400m"]))
+run(parser.parse_args(["depthbench_400m", "train.micro_batch=2", *"{words}".split()]))
 loaded = [name for name in sys.modules if name.startswith("megatron")]
 assert not loaded, loaded
 """

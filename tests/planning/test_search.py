@@ -107,9 +107,9 @@ def test_its_outputs() -> None:
     found = search(run_of(), H100, nothing, gpus=[8], simulated=2, shown=1)
     plain = json.loads(json.dumps(found.as_dict()))
     (choice,) = plain["choices"]
-    assert choice["gpus"] == 8 and choice["step"] > 0 and "parallel.tensor=1" in choice["overrides"]
+    assert choice["gpus"] == 8 and choice["time"]["step"] > 0 and "parallel.tensor=1" in choice["overrides"]
     assert plain["refused"][0]["reasons"][searching.INDIVISIBLE_GPUS] > 0
-    assert "H100-SXM5-80GB" in shown(found) and f"{choice['step']:.3f}" in shown(found)
+    assert "H100-SXM5-80GB" in shown(found) and f"{choice['time']['step']:.3f}" in shown(found)
 
 
 def test_all_numbers_of_gpus_take_seconds() -> None:

@@ -1,0 +1,111 @@
+"""Rewrites the outputs shown in docs/plan.md, by planning what the page says.
+
+python docs/make_plan.py            # rewrite
+python docs/make_plan.py --check    # exit with 1 if the page is not up to date
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from depthbench.config.load import load_run
+from depthbench.config.schema import RunConfig
+from depthbench.planning.cluster import load_cluster
+from depthbench.planning.command import add_arguments, run
+from depthbench.planning.memory import memory
+from depthbench.planning.plan import Plan, make_plan
+from depthbench.planning.render import render, render_edges, render_memory, render_time
+from depthbench.planning.search import search
+
+if TYPE_CHECKING:
+    from docs.make_reference import replaced
+else:  # as a script, this folder is on the path
+    from make_reference import replaced
+
+PAGE = Path(__file__).with_name("plan.md")
+COMMAND = re.compile(r"^depthbench plan ((?:.*\\\n)*.*)", re.MULTILINE)
+
+
+def words(page: str, number: int) -> argparse.Namespace:
+    """The arguments of the page's command of that number, from 0."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(COMMAND.findall(page)[number].replace("\\\n", " ").split())
+
+
+def planned(args: argparse.Namespace) -> Plan:
+    return make_plan(load_run(args.run, args.overrides), None, int(args.gpus), load_cluster(args.cluster))
+
+
+def searched(args: argparse.Namespace) -> Table:
+    counts = [int(count) for count in args.gpus.split(",")]
+
+    def fullest(settings: RunConfig, world_size: int) -> int:
+        return max(rank.peak for rank in memory(settings, world_size))
+
+    return search(load_run(args.run, args.overrides), load_cluster(args.cluster), fullest, counts).render()
+
+
+def shown(table: Table) -> str:
+    """As a wide console shows it."""
+    console = Console(file=io.StringIO(), width=130)
+    console.print(table)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def refusal(args: argparse.Namespace) -> str:
+    """What the command says on stderr."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        assert run(args) == 1
+    return str(said.getvalue())
+
+
+def assumed(plan: Plan) -> str:
+    assert plan.time
+    return "\n".join(f"- {line}" for line in (*plan.memory_assumptions, *plan.time.assumptions))
+
+
+def blocks(page: str) -> dict[str, Callable[[], str]]:
+    plan = planned(words(page, 0))
+    return {
+        "counts": lambda: shown(render(plan)),
+        "memory": lambda: shown(render_memory(plan)),
+        "edges": lambda: shown(render_edges(plan)),
+        "time": lambda: shown(render_time(plan)),
+        "assumed": lambda: assumed(plan),
+        "refusal": lambda: refusal(words(page, 1)),
+        "search": lambda: shown(searched(words(page, 2))),
+    }
+
+
+def updated(page: str) -> str:
+    """`page` with the outputs between its markers replaced."""
+    for name, generated in blocks(page).items():
+        begin = f"<!-- begin generated: python docs/make_plan.py {name} -->"
+        lines = "\n".join(line.rstrip() for line in generated().splitlines())
+        page = replaced(page, begin, lines if name == "assumed" else f"```\n{lines}\n```", PAGE.name)
+    return page
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    new = updated(page)
+    if "--check" in sys.argv[1:]:
+        if new != page:
+            print(f"{PAGE} is not up to date: run python docs/make_plan.py", file=sys.stderr)
+        return int(new != page)
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
