@@ -88,7 +88,7 @@ Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.
 VERBS: dict[str, Verb] = {
     "prepare": ("turn text, JSONL, Parquet or a Hugging Face dataset into training data", _prepare_arguments, _prepare),
     "train": ("train a run, or resume it", _train_arguments, _train),
-    "plan": ("parameters and FLOPs of a run, before it runs", _plan_arguments, _plan),
+    "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
 }
 

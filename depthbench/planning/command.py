@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not plan.fits:
         assert plan.cluster
         print(
-            f"depthbench: the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, a {plan.cluster.device} has "
+            f"depthbench: the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, each {plan.cluster.device} has "
             f"{plan.cluster.memory_gib:g}: lower train.micro_batch={settings.train.micro_batch}, set "
             "parallel.recompute=full or more parallel.tensor or parallel.pipeline; --search finds layouts that fit",
             file=sys.stderr,

@@ -93,8 +93,8 @@ def kv_cache_bytes(run: RunConfig, tokens: int) -> int:
 def assumptions(run: RunConfig) -> list[str]:
     """What `memory` takes for granted."""
     return [
-        "of the allocator, what tensors ask for: no fragmentation, no rounding; beside it the CUDA context, NCCL's "
-        "buffers and the libraries' workspaces take 2 to 5 GB a GPU",
+        "memory is what tensors ask for: the allocator's rounding and fragments, NCCL's buffers, libraries' workspaces "
+        "come on top, often some GB; what a cluster's GPU can allocate leaves room for the CUDA context alone",
         f"recomputation {run.parallel.recompute.value}; attention through a flash kernel, which keeps no scores",
         "gradients in one buffer of all weights; a weight's gradient also once on its own, while it is added to that",
         "the loss in float32 over all logits of a microbatch at once",

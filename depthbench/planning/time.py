@@ -157,7 +157,7 @@ def predict(run: RunConfig, cluster: Cluster, world_size: int) -> StepTime:
 def assumptions(cluster: Cluster) -> list[str]:
     """What a prediction takes for granted."""
     return [
-        f"matmuls reach {cluster.matmul_share:.0%} of the peak of a {cluster.device} at every size, attention as well",
+        f"matmuls reach {cluster.matmul_share:.0%} of the {cluster.device}'s peak at every size, attention as well",
         f"other kernels reach {cluster.hbm_share:.0%} of its memory's bandwidth, and make no temporary tensors but "
         "those of RoPE and the loss",
         "each sublayer reads its whole depth state twice, also where several share a pass, and writes what is new once",

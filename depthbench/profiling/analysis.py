@@ -93,6 +93,10 @@ def _in_passes(timed: list[_Rank], steps: list[StepSummary]) -> dict[Part, float
     return {part: time for part, time in times.items() if part is not Part.OTHER}
 
 
+def _of_stage(sizes: list[int], stage: int) -> int | None:
+    return sizes[stage] if stage < len(sizes) else None
+
+
 def _rank_summary(one: _Rank, steps: list[int], plan: Planned) -> RankSummary:
     record, lengths = one.record, [one.lengths[number] for number in steps]
     parts = dict.fromkeys(Part, 0.0)
@@ -113,7 +117,8 @@ def _rank_summary(one: _Rank, steps: list[int], plan: Planned) -> RankSummary:
         parts=parts,
         memory_bytes=record.memory_bytes,
         cache_bytes=record.cache_bytes,
-        planned_cache_bytes=plan.cache_bytes[record.pipeline] if record.pipeline < len(plan.cache_bytes) else None,
+        planned_cache_bytes=_of_stage(plan.cache_bytes, record.pipeline),
+        planned_memory=_of_stage(plan.memory, record.pipeline),
         cache_hit_bytes=record.cache_hit_bytes / len(one.lengths),
         sent_bytes=sent / len(steps),
     )

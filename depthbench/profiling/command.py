@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     if len(chosen) != 1:
         raise UserError("give a RUN to record, or --report FOLDER, or --compare A B")
     if args.report:
-        return _report(Path(args.report), args.json)
+        return _report(_recorded(args.report), args.json)
     if args.compare:
-        first, second = map(Path, args.compare)
+        first, second = map(_recorded, args.compare)
         return _compare(first, second, args.json)
     for name in ("steps", "warmup"):
         if getattr(args, name) < (least := 1 if name == "steps" else 0):
@@ -48,6 +48,12 @@ def run(args: argparse.Namespace) -> int:
         memory_snapshot=args.memory_snapshot or settings.profile.memory_snapshot,
     )
     return profile(replace(settings, profile=tools), args.warmup, args.steps)
+
+
+def _recorded(folder: str) -> Path:
+    """The folder of a recording, or the recording of a run folder."""
+    inner = Path(folder) / "profile"
+    return inner if inner.is_dir() and not (Path(folder) / "plan.json").is_file() else Path(folder)
 
 
 def _report(folder: Path, as_json: bool) -> int:

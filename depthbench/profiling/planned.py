@@ -12,7 +12,7 @@ EdgeKey = tuple[int, bool]
 @dataclass(frozen=True)
 class Planned:
     """run, architecture: names, "" where unknown. stages: 0 where unknown. bubble: idle share of the forward-backward
-    phase. cache_bytes: of each stage. settings: (dotted key, value) of the run."""
+    phase. memory, cache_bytes: peaks of a rank of each stage. settings: (dotted key, value) of the run."""
 
     run: str = ""
     architecture: str = ""
@@ -20,6 +20,7 @@ class Planned:
     bubble: float | None = None
     step_seconds: float | None = None
     edges: dict[EdgeKey, dict[str, Any]] = field(default_factory=dict)
+    memory: list[int] = field(default_factory=list)
     cache_bytes: list[int] = field(default_factory=list)
     parameters: int | None = None
     settings: list[tuple[str, str]] = field(default_factory=list)
@@ -40,6 +41,7 @@ def planned(recording: Recording) -> Planned:
         bubble=plan.get("bubble"),
         step_seconds=plan.get("step_seconds"),
         edges=edges,
+        memory=[stage["peak"] for stage in plan.get("memory", {}).get("stages", [])],
         cache_bytes=plan.get("cache_bytes", []),
         parameters=plan.get("parameters", {}).get("total"),
         settings=list(_flat(settings)),

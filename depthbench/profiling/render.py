@@ -16,6 +16,7 @@ from .trace import write_trace
 from .units import duration, rate, share, size
 
 TRACE, TABLE, TIMELINE, REPORT = "trace.json", "spans.csv", "timeline.png", "report.html"
+OUTPUTS = (TRACE, TABLE, TIMELINE, REPORT)
 
 
 def write_outputs(recording: Recording) -> list[Path]:
@@ -51,7 +52,7 @@ def summary_table(summary: Summary) -> Table:
     row(f"step, median of {len(summary.steps)}", duration(summary.step), planned(duration(summary.planned_step)))
     row("tokens a second", f"{summary.tokens_per_second:,.0f}", end=True)
     row("bubble", share(summary.bubble), planned(share(summary.planned_bubble)))
-    for part in (Part.IDLE, Part.TRANSFER, Part.UNKNOWN):
+    for part in (Part.IDLE, Part.TRANSFER, Part.UNKNOWN, Part.DATA, Part.REDUCE, Part.OPTIMIZER, Part.OTHER):
         if summary.passing.get(part):
             row(f"  {'exposed ' if part is Part.TRANSFER else ''}{part.value}", share(summary.passing[part]))
     table.add_section()

@@ -154,20 +154,24 @@ def slowest(summary: Summary) -> str:
 
 def memory(summary: Summary) -> str:
     """Peaks of every rank, and what its cache saved it from receiving."""
-    head = ["rank", "host", "device", "peak memory", "cache, peak", "cache, planned", "taken from the cache a step"]
+    head = ["rank", "host", "device", "memory, peak", "planned", "cache, peak", "planned", "taken from it"]
     rows = [
         [
             text(rank.name),
             text(rank.host),
             text(rank.device),
             Cell(size(rank.memory_bytes)),
+            Cell(size(rank.planned_memory)),
             Cell(size(rank.cache_bytes)),
             Cell(size(rank.planned_cache_bytes)),
             Cell(size(rank.cache_hit_bytes)),
         ]
         for rank in summary.ranks
     ]
-    about = "The history cache refers to tensors that the pass holds anyway; what is taken from it was not sent again."
+    about = (
+        "The history cache refers to tensors that the pass holds anyway; what a step takes from it was not "
+        "sent again. Planned memory is what tensors ask for."
+    )
     return section("Memory and history cache", about, table(head, rows))
 
 

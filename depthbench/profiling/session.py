@@ -21,7 +21,7 @@ from depthbench.planning.plan import make_plan
 from .clocks import make_clock, offset_to_rank_0
 from .events import PLAN, Kind, RankRecord, load_recording, save_rank
 from .recorder import Places, Recorder
-from .render import write_outputs
+from .render import OUTPUTS, write_outputs
 
 
 class Session:
@@ -78,8 +78,9 @@ class Session:
         self.open = True
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
-            for old in self.folder.glob("*rank-*"):  # of a recording with more ranks, perhaps
-                old.unlink()
+            # of a recording with more ranks, perhaps; and what was made of it would look current, were this one to die
+            for old in (*self.folder.glob("*rank-*"), *(self.folder / name for name in OUTPUTS)):
+                old.unlink(missing_ok=True)
         offset, self.clock_error = offset_to_rank_0()
         now = self.recorder.clock.microseconds(self.recorder.clock.mark())
         origin = torch.tensor([now], dtype=torch.float64, device=torch.cuda.current_device())

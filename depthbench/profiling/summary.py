@@ -23,6 +23,7 @@ class RankSummary:
     memory_bytes: int | None
     cache_bytes: int
     planned_cache_bytes: int | None
+    planned_memory: int | None
     cache_hit_bytes: float
     sent_bytes: float
 

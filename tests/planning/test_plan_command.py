@@ -139,7 +139,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     run = load_run("depthbench_400m", ["model=400m_L70", "train.micro_batch=64"])
     needed = max(rank.peak for rank in memory.memory(run, 8)) / 2**30
-    assert f"needs {needed:.1f} GiB, a A100-SXM4-40GB has 38:" in shown.err
+    assert f"needs {needed:.1f} GiB, each A100-SXM4-40GB has 38:" in shown.err
     assert "train.micro_batch=64" in shown.err and "parallel.recompute=full" in shown.err and "MFU" in shown.out
     assert plan(*words, "--json") == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
