@@ -29,6 +29,8 @@ import torch
 from depthbench.checkpoint.folder import latest
 from depthbench.config.load import load_run
 from depthbench.paths import CONFIGS
+from depthbench.planning.memory import memory
+from depthbench.profiling.events import Kind, load_recording
 from depthbench.residual import Residual
 from tests.checkpoint.reading import differing, read_checkpoint
 
@@ -71,6 +73,7 @@ class Row:
     tokens_per_second: float | None = None
     mfu: float | None = None
     peak_memory_gib: float | None = None
+    planned_memory_gib: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
     error: str = ""
@@ -127,6 +130,11 @@ def resume_words(folder: Path) -> list[list[str]]:
     return [whole, [*broken, "train.stop_at=3"], broken]
 
 
+def profile_command(folder: Path) -> list[str]:
+    words = train_words(TINY, folder, "profiled", "residual=block_attnres", "train.micro_batch=2")
+    return [sys.executable, "-m", "depthbench", "profile", "depthbench_400m", *words, "--steps", "2"]
+
+
 def train_command(words: list[str]) -> list[str]:
     return [sys.executable, "-m", "depthbench", "train", "depthbench_400m", *words]
 
@@ -137,6 +145,7 @@ def plan(scale: Scale, folder: Path, processes: int) -> list[tuple[str, list[str
     if processes > 1:
         steps.append(("checks of two processes", checks_command("layouts", 2)))
     steps += [("resume", train_command(words)) for words in resume_words(folder / "resume")]
+    steps.append(("profile", profile_command(folder / "resume")))
     steps += [(f"run of {name}", train_command(short_run_words(scale, folder, name))) for name in ARCHITECTURES]
     return steps
 
@@ -213,6 +222,30 @@ def check_resume(runner: Runner, folder: Path) -> dict[str, Any]:
     return {"name": "resume/async", "passed": not detail, "seconds": seconds, "detail": detail}
 
 
+def check_profile(runner: Runner, folder: Path) -> dict[str, Any]:
+    """A recording by the device's own clock: spans that end after they begin, within their steps, and a report."""
+    began = time.monotonic()
+    status, _ = runner("profile", profile_command(folder), 90)
+    if status:
+        return failed("profile/one process", f"exit {status}")
+    (record,) = load_recording(folder / "profiled/profile").ranks
+    steps = {span.step: span for span in record.spans if span.kind is Kind.STEP}
+    passes = [span for span in record.spans if span.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    inside = all(steps[s.step].begin <= s.begin <= s.end <= steps[s.step].end for s in passes)
+    whole = len(steps) == 2 and len(passes) == 2 * 2 * TINY.global_batch // 2
+    detail = "" if inside and whole and record.memory_bytes else f"{len(steps)} steps, {len(passes)} passes, {inside=}"
+    seconds = round(time.monotonic() - began, 2)
+    return {"name": "profile/one process", "passed": not detail, "seconds": seconds, "detail": detail}
+
+
+def check_memory(row: Row) -> dict[str, Any]:
+    """The plan's memory within 10 % of the allocator's peak."""
+    planned, measured = row.planned_memory_gib or 0.0, row.peak_memory_gib or 0.0
+    passed = 0.9 * measured <= planned <= 1.1 * measured
+    detail = "" if passed else f"planned {planned:.2f} GiB, measured {measured:.2f}"
+    return {"name": f"memory/{row.architecture}", "passed": passed, "seconds": 0.0, "detail": detail}
+
+
 def short_run(runner: Runner, scale: Scale, folder: Path, architecture: str) -> Row:
     """Halves the micro batch until it fits."""
     size = load_run("depthbench_400m", short_run_words(scale, folder, architecture)).train.micro_batch
@@ -234,6 +267,8 @@ def short_run(runner: Runner, scale: Scale, folder: Path, architecture: str) -> 
     if all("mfu" in line for line in settled):
         row.mfu = statistics.median(line["mfu"] for line in settled)
     row.peak_memory_gib = max(line["memory_gib"] for line in lines)
+    planned = memory(load_run("depthbench_400m", words), 1)
+    row.planned_memory_gib = max(rank.peak for rank in planned) / 2**30
     row.first_loss, row.last_loss = lines[0]["loss"], lines[-1]["loss"]
     shutil.rmtree(folder / architecture)  # some gigabytes of checkpoint
     return row
@@ -253,13 +288,14 @@ def markdown(report: Report) -> str:
         if report.gpus
         else f"A rehearsal on a CPU with tiny sizes, {report.seconds:.0f} s in all: no measurement.",
         "",
-        "| architecture | micro batch | tokens/s | MFU | peak memory, GiB | first loss | last loss | tests passed |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| architecture | micro batch | tokens/s | MFU | peak, GiB | planned | first loss | last loss | passed |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report.rows:
         own = [check for check in report.checks if check["name"].endswith(f"/{row.architecture}")]
         cells = [row.architecture, str(row.micro_batch), shown(row.tokens_per_second, ",.0f"), shown(row.mfu, ".1%")]
-        cells += [shown(row.peak_memory_gib, ".1f"), shown(row.first_loss, ".3f"), shown(row.last_loss, ".3f")]
+        cells += [shown(row.peak_memory_gib, ".1f"), shown(row.planned_memory_gib, ".1f")]
+        cells += [shown(row.first_loss, ".3f"), shown(row.last_loss, ".3f")]
         cells += [f"{sum(check['passed'] for check in own)} of {len(own)}" + (f", {row.error}" if row.error else "")]
         lines.append(f"| {' | '.join(cells)} |")
     good = sum(check["passed"] for check in report.checks)
@@ -287,9 +323,12 @@ def perform(scale: Scale, scratch: Path, output: Path, gpus: int) -> int:
         report.checks += run_checks(runner, "layouts", 2)
     (scratch / "resume").mkdir()
     report.checks.append(check_resume(runner, scratch / "resume"))
+    report.checks.append(check_profile(runner, scratch / "resume"))
     write_data(scratch, scale.vocab, scale.tokens)
     for architecture in ARCHITECTURES:
         report.rows.append(short_run(runner, scale, scratch, architecture))
+        if gpus and not report.rows[-1].error:  # of a CPU's process there is no allocator to ask
+            report.checks.append(check_memory(report.rows[-1]))
         report.seconds = time.monotonic() - began
         write_report(report, output)
     print(f"\n{markdown(report)}\nwritten to {output}")

@@ -30,6 +30,7 @@ def test_the_plan_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "checks of one process",
         "checks of two processes",
         *["resume"] * 3,
+        "profile",
         *(f"run of {name}" for name in sorted(Residual.registry)),
     ]
     assert not any("two processes" in what for what, _ in plan(FULL, Path("x"), 1))
@@ -69,14 +70,14 @@ def test_the_resume_check_would_start(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_failed() -> None:
-    rows = [Row("hc", 8, 1234.5, 0.412, 70.25, 10.8, 9.5), Row("moda", error="exit 1")]
+    rows = [Row("hc", 8, 1234.5, 0.412, 70.25, 68.0, 10.8, 9.5), Row("moda", error="exit 1")]
     found = [
         {"name": "parity/hc", "passed": True, "seconds": 1.0, "detail": ""},
         {"name": "parity/moda", "passed": False, "seconds": 1.0, "detail": "off by 1"},
     ]
     report = Report("NVIDIA H200", 1, "2.11", 200.0, found, rows)
     text = markdown(report)
-    assert "| hc | 8 | 1,234 | 41.2% | 70.2 | 10.800 | 9.500 | 1 of 1 |" in text
-    assert "| moda | 0 | - | - | - | - | - | 0 of 1, exit 1 |" in text
+    assert "| hc | 8 | 1,234 | 41.2% | 70.2 | 68.0 | 10.800 | 9.500 | 1 of 1 |" in text
+    assert "| moda | 0 | - | - | - | - | - | - | 0 of 1, exit 1 |" in text
     assert "- failed: parity/moda: off by 1" in text
     assert not report.passed
