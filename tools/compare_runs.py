@@ -1,7 +1,4 @@
-"""Loss curves of several runs in one picture: python tools/compare_runs.py OUT.png RUN_FOLDER [RUN_FOLDER ...]
-
-Needs matplotlib (`pip install depthbench[plots]`).
-"""
+"""Loss curves of several runs in one picture: python tools/compare_runs.py OUT.png RUN_FOLDER [RUN_FOLDER ...]"""
 
 import argparse
 import json

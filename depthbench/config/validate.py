@@ -145,6 +145,8 @@ def _check_ranges(run: RunConfig) -> None:
     positive("log", every=log.every, peak_tflops=log.peak_tflops)
     not_negative("log", layer_stats_every=log.layer_stats_every)
     steps = run.profile.steps
+    if steps and steps[0] > train.steps:
+        raise UserError(f"profile.steps={steps} begin after the last step, train.steps={train.steps}")
     if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         raise UserError(
             f"profile.steps={steps} must be the first and the last step to record, counted from 1: [10, 12]"

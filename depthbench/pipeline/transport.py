@@ -62,7 +62,8 @@ class Transport:
         """The communicator of one pass over `num_microbatches`. Leaves the ledger and the cache's peak to be read.
 
         After a pass that an exception has ended on every process, the next one starts clean: nothing is left in the
-        cache, and messages that were on their way stay in process groups that are not used again.
+        cache, and messages that were on their way stay in process groups that are not used again. (On a GPU a message
+        that never comes holds up the stream that waits for it; there the watchdog ends the process.)
         """
         if self.interrupted:
             self.link = replace(self.link, flows=make_flows(self.pp_group, self.options.timeout))

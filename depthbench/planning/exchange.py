@@ -13,7 +13,7 @@ from depthbench.config.validate import data_parallel, layout_of
 
 from .cluster import Cluster
 from .links import Links
-from .parameters import block_weights, count_parameters
+from .parameters import rank_weights
 from .pipeline import ELEMENT_BYTES
 from .simulate import Costs
 
@@ -33,18 +33,12 @@ class Exposed:
 
 
 def stage_parameters(run: RunConfig) -> list[int]:
-    """Weights that a rank of each stage holds: its chunks' blocks, and the tables at the model's ends. The residual
-    path's are dealt out by block."""
-    layout, model = layout_of(run), run.model
-    each_block = block_weights(model) + count_parameters(run).residual / model.num_layers
-    table = model.vocab_size * model.hidden_size
-    held = []
-    for stage in range(layout.num_stages):
-        blocks = sum(last - first for first, last in map(layout.span, layout.chunks_of(stage)))
-        ends = (stage == 0) + (stage == layout.num_stages - 1)
-        tables = min(ends, 1) if model.tie_embeddings else ends
-        held.append(round((blocks * each_block + tables * table) / run.parallel.tensor))
-    return held
+    """Weights that a rank of each stage holds."""
+    layout = layout_of(run)
+    return [
+        sum(rank_weights(run, *layout.span(chunk)).total for chunk in layout.chunks_of(stage))
+        for stage in range(layout.num_stages)
+    ]
 
 
 def data_parallel_bytes(run: RunConfig, world_size: int) -> list[int]:

@@ -96,6 +96,7 @@ def assumptions(run: RunConfig) -> list[str]:
         "memory is what tensors ask for: the allocator's rounding and fragments, NCCL's buffers, libraries' workspaces "
         "come on top, often some GB; what a cluster's GPU can allocate leaves room for the CUDA context alone",
         f"recomputation {run.parallel.recompute.value}; attention through a flash kernel, which keeps no scores",
+        "norms in one kernel, which keeps its input alone (torch's on CUDA; old versions keep a float32 copy)",
         "gradients in one buffer of all weights; a weight's gradient also once on its own, while it is added to that",
         "the loss in float32 over all logits of a microbatch at once",
     ]
@@ -221,7 +222,7 @@ class _Stage:
             peak = max(peak, held)
             if number >= warmup:
                 held -= kept[backward[number - warmup][0]]
-            if number > warmup + 2 * chunks * group:
+            if number > warmup + 2 * chunks * group and count % group == 0:
                 break  # it repeats itself
         return peak
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from depthbench.config.load import typed
+from depthbench.config.load import merge, parse_overrides, plain, typed
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import layout_of, microbatch_group, microbatches
+from depthbench.config.validate import check_run, layout_of, microbatch_group, microbatches
 from depthbench.errors import UserError
 from depthbench.planning.schedule import schedule
 from depthbench.planning.simulate import Costs, Simulation, simulate
@@ -26,6 +26,21 @@ class Calibration:
     costs: Costs
     computing: float
 
+    def changed(self, overrides: Sequence[str]) -> RunConfig:
+        """The recorded run with other settings. Raises UserError for those that change what a chunk is or costs."""
+        _, changes = parse_overrides(list(overrides))
+        run = typed(merge(plain(self.run), changes))
+        for name in ("model", "architecture", "residual", "parallel"):
+            if getattr(run, name) != getattr(self.run, name):
+                raise UserError(f"{name} is not what was recorded; only batches and the schedule can be another's")
+        if run.train.micro_batch != self.run.train.micro_batch:
+            raise UserError(
+                f"train.micro_batch={run.train.micro_batch} is not the recorded {self.run.train.micro_batch}: costs "
+                "are those of its microbatches"
+            )
+        check_run(run, self.world_size)
+        return run
+
     def simulated(self, run: RunConfig | None = None) -> Simulation:
         """One pass; of `run`, where it has the same chunks and other microbatches or another schedule."""
         run = run or self.run
@@ -39,8 +54,10 @@ class Calibration:
 
 def calibrate(recording: Recording, steps: Sequence[int]) -> Calibration:
     """From these steps of a recording. Raises UserError where it has no plan, or a rank is missing."""
-    if recording.missing or recording.plan is None:
+    if recording.missing:
         raise UserError(f"{recording.folder} is not whole (ranks {recording.missing} missing): record again")
+    if recording.plan is None or not isinstance(recording.plan["run"], dict):
+        raise UserError(f"{recording.folder} does not say which settings were recorded: record again")
     run = typed(recording.plan["run"])
     chosen = set(steps)
     runs: dict[tuple[int, bool], list[float]] = defaultdict(list)

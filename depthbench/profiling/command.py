@@ -4,6 +4,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
@@ -23,14 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="two recordings side by side, into B/compare.html"
     )
+    parser.add_argument(
+        "--simulate", metavar="FOLDER", help="a recording's pass by the plan's simulator; key=value: with another batch"
+    )
     parser.add_argument("--json", action="store_true", help="with --report, --compare: print JSON, no table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status; raises UserError for what the user can mend."""
-    chosen = [name for name in ("run", "report", "compare") if getattr(args, name)]
+    if args.simulate and args.run:  # it takes settings and no RUN
+        args.overrides, args.run = [args.run, *args.overrides], None
+    chosen = [name for name in ("run", "report", "compare", "simulate") if getattr(args, name)]
     if len(chosen) != 1:
-        raise UserError("give a RUN to record, or --report FOLDER, or --compare A B")
+        raise UserError("give a RUN to record, or --report FOLDER, or --compare A B, or --simulate FOLDER")
+    if args.simulate:
+        return _simulate(_recorded(args.simulate), args.overrides, args.json)
     if args.report:
         return _report(_recorded(args.report), args.json)
     if args.compare:
@@ -85,4 +93,28 @@ def _compare(first: Path, second: Path, as_json: bool) -> int:
     else:
         Console().print(comparison_table(comparison))
         print(page)
+    return 0
+
+
+def _simulate(folder: Path, overrides: list[str], as_json: bool) -> int:
+    from .analysis import summarize
+    from .calibrate import calibrate
+    from .events import load_recording
+
+    recording = load_recording(folder)
+    steps = summarize(recording).steps
+    calibration = calibrate(recording, [step.step for step in steps])
+    simulation = calibration.simulated(calibration.changed(overrides))
+    found = {
+        "measured_pass_seconds": median(step.pass_end - step.pass_begin for step in steps) / 1e6,
+        "measured_bubble": median(step.bubble for step in steps),
+        "simulated_pass_seconds": simulation.seconds,
+        "simulated_bubble": calibration.bubble(simulation),
+    }
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for kind in ("measured", "simulated"):
+            seconds, bubble = found[f"{kind}_pass_seconds"], found[f"{kind}_bubble"]
+            print(f"{kind}: a pass takes {seconds:.4g} s, bubble {bubble:.1%}")
     return 0

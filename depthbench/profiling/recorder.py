@@ -108,8 +108,9 @@ class Recorder:
     def _pass(self, places: Iterator[tuple[int, int, bool]], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin = self.clock.mark()
         result = run(*args, **kwargs)
-        place = next(places)
-        self.add(Kind.BACKWARD if place[2] else Kind.FORWARD, begin, self.clock.mark(), place)
+        place = next(places, None)  # none: a pass that looks for the cause of a loss that is not finite
+        if place:
+            self.add(Kind.BACKWARD if place[2] else Kind.FORWARD, begin, self.clock.mark(), place)
         return result
 
     def _whole(self, kind: Kind, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,21 +163,20 @@ class RecordingCommunicator(Communicator):
         return self._recorded(super()._receive(backward=backward), Kind.RECEIVE, posted)
 
     def _recorded(self, handle: Handle, kind: Kind, posted: Any) -> Handle:
-        """posted: a mark from just before the message was; it may be through before a mark from after."""
+        """posted: a mark from just before the message was; it may be through before a mark from after. That it is
+        through is seen where it is waited for."""
         recorder, clock, edge = self.recorder, self.recorder.clock, self._edge(handle.label)
-        through = clock.when_through(handle.work)
         size = self.link.local.numel(*edge.tensors) * handle.packed.itemsize
         place, wait = _place(handle.label), handle.wait
 
         def recorded() -> None:
-            if handle.done:
-                return
+            del handle.wait  # else the handle, and its buffer, would hold itself
             begin = clock.mark()
             wait()
             end = clock.mark()
             waiting = Kind.WAIT_SEND if kind is Kind.SEND else Kind.WAIT_RECEIVE
             recorder.add(waiting, begin, end, place)
-            recorder.add(kind, posted, end if through is None else through, place, size, len(edge.tensors))
+            recorder.add(kind, posted, end, place, size, len(edge.tensors))
 
         handle.wait = recorded  # type: ignore[method-assign]
         return handle

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import layout_of, microbatch_group
+from depthbench.config.validate import layout_of, microbatch_group, microbatches
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.transport import Transport
 from depthbench.planning.memory import CPU, CUDA
@@ -36,7 +36,7 @@ class Session:
         assert run.profile.steps
         self.run, self.context, self.folder = run, context, folder
         self.first, self.last = run.profile.steps
-        count = run.train.global_batch // (run.train.micro_batch * context.dp_size)
+        count = microbatches(run, dist.get_world_size())
         places = Places(layout_of(run), context.pp_group.rank(), count, microbatch_group(run))
         self.recorder = Recorder(places, transport, optimizer, context.megatron, make_clock())
         self.recording = self.open = False
@@ -68,6 +68,8 @@ class Session:
         """To be told of each step that has been: its tokens, over all ranks."""
         if self.recording:
             self.tokens.append(tokens)
+            if len(self.tokens) == self.last - self.first + 1:
+                self.tools.close()
         self.recording = False
 
     def due(self, number: int, last: int) -> bool:
@@ -79,16 +81,16 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
             # of a recording with more ranks, perhaps; and what was made of it would look current, were this one to die
-            for old in (*self.folder.glob("*rank-*"), *(self.folder / name for name in OUTPUTS)):
+            for old in (*self.folder.glob("*rank-*"), *(self.folder / name for name in (PLAN, *OUTPUTS))):
                 old.unlink(missing_ok=True)
-        offset, self.clock_error = offset_to_rank_0()
+        own_error = self.recorder.clock.start()
+        offset, error = offset_to_rank_0()
+        self.clock_error = own_error + error
         now = self.recorder.clock.microseconds(self.recorder.clock.mark())
         origin = torch.tensor([now], dtype=torch.float64, device=torch.cuda.current_device())
         dist.broadcast(origin, src=0)
         self.offset = offset - float(origin)
         rank = f"rank-{dist.get_rank():05d}"
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         if self.run.profile.torch_trace:
             profiler = torch.profiler.profile(
                 on_trace_ready=lambda found: found.export_chrome_trace(str(self.folder / f"torch-{rank}.json"))
@@ -108,7 +110,7 @@ class Session:
         self.open = False
         self.tools.close()
         if torch.cuda.is_available():
-            memory_bytes = torch.cuda.max_memory_allocated()
+            memory_bytes = torch.cuda.max_memory_allocated()  # the job's so far: its metrics report that as well
         context = self.context
         record = RankRecord(
             rank=dist.get_rank(),

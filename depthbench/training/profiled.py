@@ -15,7 +15,7 @@ from depthbench.profiling.render import summary_table
 
 from .memory import held_bytes
 from .preflight import preflight
-from .trainer import PROFILE, Trainer
+from .trainer import PROFILE, Trainer, conduct
 
 
 def recorded(run: RunConfig, warmup: int, steps: int, measure: int) -> RunConfig:
@@ -41,7 +41,9 @@ def profile(run: RunConfig, warmup: int, steps: int) -> int:
     run = recorded(run, warmup, steps, measure=0 if torch.cuda.is_available() else 1)
     ready = preflight(run, world_size, first_of_node=local_rank == 0)
     trainer = Trainer(run, ready, startup.start(run))
-    try:
+    trainer.signals.restore()  # there is nothing to save
+
+    def record() -> None:
         trainer.record(ready.folder)
         stream = trainer.stream()
         for _ in range(warmup + steps):
@@ -55,9 +57,8 @@ def profile(run: RunConfig, warmup: int, steps: int) -> int:
             memory = before + storages.peak
         trainer.save_recording(memory)
         trainer.leave("finished", "")
-    finally:
-        trainer.close()
-    if rank == 0:
+
+    code = conduct(trainer, record)
+    if rank == 0 and code == 0:
         Console().print(summary_table(summarize(load_recording(ready.folder))))
-    startup.stop()
-    return 0
+    return code

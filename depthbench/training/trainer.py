@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,16 +60,21 @@ def train(run: RunConfig) -> int:
         return 0
     context = startup.start(run)
     trainer = Trainer(run, ready, context)
+    return conduct(trainer, trainer.loop)
+
+
+def conduct(trainer: "Trainer", work: Callable[[], None]) -> int:
+    """Do a trainer's work, and leave word of its end in the run folder, whatever it is. Returns the exit status."""
     code = 0
     try:
-        trainer.loop()
+        work()
     except NonFiniteError as error:  # on all ranks alike
         trainer.writer.close()
         trainer.leave("failed", str(error))
         code = 3
     except BaseException as error:
-        if rank == 0:
-            write_status(ready.folder, "failed", trainer.step, repr(error))
+        if trainer.leads:
+            write_status(trainer.ready.folder, "failed", trainer.step, repr(error))
         raise
     finally:
         trainer.close()
@@ -246,6 +251,7 @@ class Trainer:
 
     def close(self) -> None:
         self.signals.restore()
+        gc.unfreeze()
         if self.metrics:
             self.metrics.close()
         if self.console:

@@ -44,7 +44,8 @@ EVERY = ("single", "pp2", "pp2_vp2", "tp2_sp", "pp2_full", "pp2_selective")
 MEASURED: dict[str, dict[str, tuple[str, ...]]] = {
     "fp32": {
         **dict.fromkeys(("pre_ln", "block_attnres", "full_attnres", "hc", "moda"), EVERY),
-        "mhc": ("pp2_full",),
+        **dict.fromkeys(("sandwich_ln", "deepnorm"), ("single",)),
+        "mhc": ("single", "pp2_full"),
         "keel": ("pp2_vp2",),
     },
     "bf16": {"pre_ln": ("dp2",), "full_attnres": ("pp2_full",), "hc": ("pp2_vp2",), "moda": ("tp2_sp",)},

@@ -54,7 +54,7 @@ def test_costs_are_those_recorded(tmp_path: Path) -> None:
 def test_more_microbatches_than_were_recorded(tmp_path: Path) -> None:
     """The same costs under another batch: a pass grows by its microbatches, the bubble shrinks."""
     calibration = calibrate(recorded(2, 1, 6, tmp_path), [1, 2])
-    longer = replace(calibration.run, train=replace(calibration.run.train, global_batch=48))
+    longer = calibration.changed(["train.global_batch=48", "train.eval_every=0"])
     few, many = calibration.simulated(), calibration.simulated(longer)
     assert many.seconds > 3 * few.seconds
     assert calibration.bubble(many) < calibration.bubble(few)
@@ -64,3 +64,10 @@ def test_a_recording_with_a_missing_rank_is_refused(tmp_path: Path) -> None:
     recording = Pipeline(stages=2, virtual=1, microbatches=4).recording(tmp_path, missing=(1,))
     with pytest.raises(UserError, match=r"not whole \(ranks \[1\] missing\)"):
         calibrate(recording, [1])
+
+
+def test_only_batches_and_the_schedule_can_be_others(tmp_path: Path) -> None:
+    calibration = calibrate(recorded(2, 2, 4, tmp_path), [1, 2])
+    for word, said in (("model.num_layers=8", "model is not"), ("train.micro_batch=1", "not the recorded 2")):
+        with pytest.raises(UserError, match=said):
+            calibration.changed([word])

@@ -1,5 +1,6 @@
 """What a recorded step says of itself, and that it is the step that it would have been."""
 
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, local_share, microbatch_group, residual_of
+from depthbench.pipeline.communicator import Handle
 from depthbench.pipeline.edges import retentions
 from depthbench.pipeline.ledger import Traffic
 from depthbench.pipeline.order import runs
@@ -61,7 +63,7 @@ def run_of(kind: str) -> RunConfig:
 class Found:
     """Of one rank. plain, recorded: loss and gradients of the step without and with the recorder. ran: chunks in the
     order in which their modules ran. left: what still stands in the place of an original, after a step and after one
-    that an exception ended."""
+    that an exception ended. handles: messages that are still alive though nobody collected garbage."""
 
     plain: tuple[float, Pieces]
     recorded: tuple[float, Pieces]
@@ -73,6 +75,7 @@ class Found:
     left: list[str]
     left_after_exception: list[str]
     after_exception: tuple[float, Pieces]
+    handles: int
 
 
 def attributes(model: Any, optimizer: Any) -> dict[str, tuple[Any, str]]:
@@ -116,6 +119,8 @@ def record(rank: int, world_size: int, store: str, run: RunConfig) -> Found:
         stage.register_forward_pre_hook(lambda *_, chunk=virtual * world_size + rank: ran.append(chunk))
         for virtual, stage in enumerate(model.stages)
     ]
+    gc.collect()
+    gc.disable()
     with recorder.step(STEP):
         assert sorted(left()) == sorted(replaced)
         recorded = step()
@@ -124,9 +129,15 @@ def record(rank: int, world_size: int, store: str, run: RunConfig) -> Found:
         optimizer.apply(0.0, norm)
     for hook in hooks:
         hook.remove()
-    restored, spans = left(), recorder.spans(SHIFT)
+    restored, spans, hits = left(), recorder.spans(SHIFT), recorder.cache_hit_bytes
+    handles = sum(isinstance(one, Handle) for one in gc.get_objects())
+    gc.enable()
     with pytest.raises(ZeroDivisionError), recorder.step(STEP + 1):
         step()
+        before_search = len(recorder.taken)
+        run_microbatches(model, batches, forward_only=True)  # as the search for a loss that is not finite does
+        kinds = {taken.kind for taken in recorder.taken[before_search:]}
+        assert not kinds & {Kind.FORWARD, Kind.BACKWARD}
         raise ZeroDivisionError
     return Found(
         plain,
@@ -134,11 +145,12 @@ def record(rank: int, world_size: int, store: str, run: RunConfig) -> Found:
         spans,
         ran,
         sent,
-        recorder.cache_hit_bytes // 2,  # of the first of two steps
+        hits,
         recorder.cache_bytes,
         restored,
         left(),
         step(),
+        handles,
     )
 
 
@@ -158,6 +170,12 @@ def place(span: Span) -> Triple:
 def computing(spans: list[Span]) -> list[Span]:
     """Those of the computing thread, without the step itself."""
     return [span for span in of(spans, *Kind) if not span.kind.is_message and span.kind is not Kind.STEP]
+
+
+@each_pipeline
+def test_messages_are_let_go(kind: str) -> None:
+    """With the buffers that they hold, once they are through."""
+    assert [rank.handles for rank in found(kind)] == [0] * KINDS[kind][0]
 
 
 @each_kind

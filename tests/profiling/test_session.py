@@ -274,4 +274,4 @@ def test_clocks_are_laid_over_each_other() -> None:
     assert first == (0.0, 0.0)
     for rank, (found, error) in enumerate(others, 1):
         assert abs(found + rank * SHIFT) <= error
-        assert 0 < error < SHIFT / 2
+        assert 0 < error < 1e-3 * SHIFT  # seconds: a message takes less
