@@ -91,4 +91,5 @@ def test_gradients_are_equal_and_memory_falls(
     run = small_run(architecture, residual, parallel=parallel, train={"precision": "fp32"})
     exact = architecture != "block_attnres"
     for held in run_workers(parallel["tensor"], compare, run, exact):
-        assert held["none"] > 1.1 * held["selective"] > 1.1 * 1.1 * held["full"], held
+        # selective also keeps what each branch's last matmul made, which nobody keeps without recomputation
+        assert held["none"] > 1.05 * held["selective"] > 1.05 * 1.1 * held["full"], held

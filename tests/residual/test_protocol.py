@@ -298,7 +298,7 @@ def test_an_eleventh_architecture_is_one_class_and_one_file(
     assert_close(assemble([pieces for *_, pieces in ranks]), assemble([found]), 1e-10)
 
     (counted,) = run_workers(1, built_on_meta, [alone])
-    assert main(["plan", "depthbench_400m", *words, "--json"]) == 0
+    assert main(["plan", "depthbench_400m", *words, "parallel=single", "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert plan["architecture"] == "half"
     assert [plan["parameters"]["total"]] == counted
