@@ -59,4 +59,4 @@ class DepthBenchConfig(PretrainedConfig):
         self.position_scaling = position_scaling
         self.initializer_range = initializer_range
         self.use_cache = use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})

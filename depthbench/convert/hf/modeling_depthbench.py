@@ -7,7 +7,7 @@ Shapes: B batch, S tokens of this call, T tokens with the cached ones, D hidden,
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -193,6 +193,7 @@ class DepthBenchDecoderLayer(GradientCheckpointingLayer):
 
 
 class DepthBenchPreTrainedModel(PreTrainedModel):
+    config: DepthBenchConfig
     config_class = DepthBenchConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -218,9 +219,12 @@ class DepthBenchPreTrainedModel(PreTrainedModel):
                 with torch.no_grad():
                     parameter.copy_(part.init(tuple(parameter.shape), torch.Generator().manual_seed(sublayer)))
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """As transformers', non-reentrant always: a depth state is a structure of tensors."""
-        super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
+        options = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
         cast(DepthBenchModel, self.base_model).share_reads(across_layers=False)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -246,11 +250,11 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
 
     def _readers(self) -> list[dict[int, nn.Module]]:
         """The depth state's readers by sublayer, layer by layer, the readout last."""
-        layers = cast(list[DepthBenchDecoderLayer], list(self.layers))
-        return [
-            *({2 * i: layer.attention_residual, 2 * i + 1: layer.mlp_residual} for i, layer in enumerate(layers)),
-            {2 * len(layers): self.readout},
-        ]
+        regions: list[dict[int, nn.Module]] = []
+        for number, layer in enumerate(cast(Iterable[DepthBenchDecoderLayer], self.layers)):
+            regions.append({2 * number: layer.attention_residual, 2 * number + 1: layer.mlp_residual})
+        regions.append({2 * len(self.layers): self.readout})
+        return regions
 
     def share_reads(self, across_layers: bool) -> None:
         """Let reads of depth share their passes over the sources; with checkpoints between layers, within each."""
@@ -265,13 +269,13 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         for sublayer, reader in ((k, m) for region in self._readers() for k, m in region.items()):
             for path, module in reader.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
-                    module.residual_place = (sublayer, path)  # type: ignore[assignment]
-                    del parameter.spec  # type: ignore[attr-defined]  # it holds functions, which cannot be pickled
+                    module.residual_place = (sublayer, path)
+                    del parameter.spec  # it holds functions, which cannot be pickled
                     if parameter.dtype != torch.get_default_dtype():
                         in_float32.add(name)
         self._keep_in_fp32_modules_strict = in_float32 or None
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -327,7 +331,7 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             hidden_states=(*states[:-1], hidden) if wants_states else None,
-            **{CACHE: cache if use_cache else None},
+            **cast(Any, {CACHE: cache if use_cache else None}),
         )
 
 
@@ -347,7 +351,7 @@ class DepthBenchForCausalLM(DepthBenchPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
