@@ -17,7 +17,7 @@ _USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH"{trust})
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})
 ```"""
 
 

@@ -10,23 +10,20 @@ from pathlib import Path
 
 from depthbench.residual import Residual
 
-_PACKAGE = Path(__file__).parents[1]
-_HF = Path(__file__).parent / "hf"
-_PLACES = {name: _PACKAGE / name for name in ("residual", "model")}
 CONFIGURATION, MODELING = "configuration_depthbench", "modeling_depthbench"
 
+_PACKAGE = Path(__file__).parents[1]
+_HF = Path(__file__).parent / "hf"
 _SIBLING = re.compile(r"^from \.(\w+) import", re.MULTILINE)
-_OURS = re.compile(r"^from depthbench\.(residual|model)(?:\.(\w+))? import", re.MULTILINE)
-_CONFIGURATION_IMPORT = f"from .{CONFIGURATION} import DepthBenchConfig\n"
+_OURS = re.compile(r"^from depthbench\.(residual|model)(?:\.(\w+))? import (\w+)", re.MULTILINE)
+_LAST_IMPORT = "from .layers_depthbench import"
 
 
 def _sources(residual: Residual) -> dict[str, str]:
-    """By name, what the model needs: the architecture's module, those that the backbone imports, and theirs."""
+    """By name, what the model needs: the modeling file, the architecture's module, and whatever these import."""
     found: dict[str, str] = {}
-    modeling = (_HF / f"{MODELING}.py").read_text()
     architecture = Path(inspect.getfile(type(residual)))
-    wanted = [(architecture.parent, architecture.stem)]
-    wanted += [(_PLACES[place], module or "protocol") for place, module in _OURS.findall(modeling)]
+    wanted = [(_HF, MODELING), (architecture.parent, architecture.stem)]
     while wanted:
         folder, name = wanted.pop()
         text = (folder / f"{name}.py").read_text()
@@ -35,20 +32,21 @@ def _sources(residual: Residual) -> dict[str, str]:
             continue
         found[name] = text
         wanted += [(folder, sibling) for sibling in _SIBLING.findall(text)]
+        wanted += [(_PACKAGE / place, module or imported) for place, module, imported in _OURS.findall(text)]
     return found
 
 
 def code_files(residual: Residual) -> dict[str, str]:
     """File name to text of everything that an export of this architecture needs, in one folder."""
-    siblings = _sources(residual)
-    modeling = (_HF / f"{MODELING}.py").read_text()
-    modeling = _OURS.sub(lambda match: f"from .{match[2] or 'protocol'} import", modeling)
+    files = {
+        f"{name}.py": _OURS.sub(lambda match: f"from .{match[2] or ''} import {match[3]}", text)
+        for name, text in _sources(residual).items()
+    }
     # a name that every module has; importing the architecture's registers it
-    lines = (f"from .{name} import __name__ as _{name}  # noqa: F401\n" for name in sorted(siblings))
     why = "# every file of the model: transformers copies what this one names\n"
-    assert _CONFIGURATION_IMPORT in modeling
-    modeling = modeling.replace(_CONFIGURATION_IMPORT, _CONFIGURATION_IMPORT + why + "".join(lines))
-    files = {f"{name}.py": text for name, text in siblings.items()}
-    files[f"{MODELING}.py"] = modeling
-    files[f"{CONFIGURATION}.py"] = (_HF / f"{CONFIGURATION}.py").read_text()
+    names = sorted(name.removesuffix(".py") for name in files if name != f"{MODELING}.py")
+    lines = (f"from .{name} import __name__ as _{name}  # noqa: F401\n" for name in names)
+    modeling = files[f"{MODELING}.py"]
+    assert _LAST_IMPORT in modeling
+    files[f"{MODELING}.py"] = modeling.replace(_LAST_IMPORT, why + "".join(lines) + _LAST_IMPORT)
     return files

@@ -3,7 +3,7 @@
 Needs torch and transformers alone (4.57 or 5). Decoding keeps keys and values, as any decoder does, and nothing of the
 depth state, every operation of which is token-wise.
 
-Shapes: B batch, S tokens of this call, T tokens with the cached ones, D hidden, H heads, G KV heads, K head dim.
+Shapes: B batch, S tokens of this call, D hidden, N residual streams, V vocabulary.
 """
 
 import inspect
@@ -12,184 +12,20 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
-from depthbench.model.depth_sdpa import joint_attention
-from depthbench.model.rope_scaling import RopeScaling, inverse_frequencies
-from depthbench.residual import Residual, Shape
-from depthbench.residual.protocol import DepthKV
-from depthbench.residual.state import DepthState
-
+from .attention_depthbench import rotation
 from .configuration_depthbench import DepthBenchConfig
+from .layers_depthbench import DepthBenchDecoderLayer, residual_of, undeclared
 
 # transformers called it `past_key_values` until 5.24
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-Rotation = tuple[Tensor, Tensor]
-
-
-def residual_of(config: DepthBenchConfig) -> Residual:
-    """The architecture at the model's shape."""
-    architecture = Residual.registry[config.residual_architecture]
-    shape = Shape(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    return architecture(architecture.Config(**config.residual), shape)
-
-
-def rotation(config: DepthBenchConfig, positions_BS: Tensor, dtype: torch.dtype) -> Rotation:
-    """Cosines and sines [B, S, 1, K/2], in float32 or better. Not kept: a buffer that a checkpoint does not hold comes
-    back as garbage, since models are built on the meta device."""
-    scaling = RopeScaling(**config.position_scaling) if config.position_scaling else None
-    frequencies, factor = inverse_frequencies(config.head_dim, config.rope_theta, scaling)
-    exact = torch.float32 if positions_BS.device.type == "mps" else torch.float64
-    frequencies = frequencies.to(exact).to(positions_BS.device)
-    angles = (positions_BS[..., None].to(exact) * frequencies).unsqueeze(-2)
-    wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().mul(factor).to(wide), angles.sin().mul(factor).to(wide)
-
-
-def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
-    cos, sin = by
-    a, b = x_BSHK.to(cos.dtype).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BSHK.dtype)
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[B, G, R, S, T] of q [B, G, R, S, K] and k [B, G, T, K]; without a mask each query sees what precedes it."""
-    scores = (q @ k.unsqueeze(2).mT) * scale
-    if mask is None:
-        new, seen = scores.shape[-2:]
-        mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril_(seen - new)
-    else:
-        mask = mask[..., : k.shape[-2]].unsqueeze(2)  # one head's mask serves all
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-
-
-def eager_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    """transformers' attention interface in plain matmuls: q [B, H, S, K], k and v [B, G, T, K] to [B, S, H, K]."""
-    grouped = q.unflatten(1, (k.shape[1], -1))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    weights = torch.softmax(_scores(grouped, k, mask, scaling), -1, dtype=wide).to(q.dtype)
-    out = (weights @ v.unsqueeze(2)).flatten(1, 2)
-    return out.transpose(1, 2).contiguous(), weights.flatten(1, 2)
-
-
-def depth_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, depth: DepthKV, scale: float) -> Tensor:
-    """One softmax over the sequence and, at each query's own token, over depth's slots [B, S, G, K].
-
-    q [B, H, S, K], k and v [B, G, T, K]; returns [B, S, H, K].
-    """
-    slots_k, slots_v = ([slot.transpose(1, 2) for slot in slots] for slots in depth)
-    if mask is None and q.shape[-2] == k.shape[-2]:
-        return joint_attention(q, k, v, slots_k, slots_v).transpose(1, 2)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_BGRSK = q.unflatten(1, (k.shape[1], -1)).to(wide)
-    over_sequence = _scores(q_BGRSK, k.to(wide), mask, scale)
-    over_depth = [(q_BGRSK * slot.unsqueeze(2)).sum(-1, keepdim=True) * scale for slot in slots_k]
-    weights = torch.softmax(torch.cat([over_sequence, *over_depth], -1), -1)
-    out = weights[..., : k.shape[-2]] @ v.unsqueeze(2).to(wide)
-    for number, slot in enumerate(slots_v, k.shape[-2]):
-        out = out + weights[..., number, None] * slot.unsqueeze(2)
-    return out.flatten(1, 2).to(q.dtype).transpose(1, 2)
-
-
-class DepthBenchAttention(nn.Module):
-    def __init__(self, config: DepthBenchConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        # read by transformers' attention functions
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = True
-        width, inner = config.hidden_size, config.num_attention_heads * self.head_dim
-        self.q_proj = nn.Linear(width, inner, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        rotation: Rotation,
-        mask: Tensor | None,
-        depth: DepthKV | None,
-        cache: Cache | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The branch's output and its taps: keys before RoPE and values, [B, S, G, K]."""
-        q, keys, values = (
-            projection(x_BSD).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k, v = (t.transpose(1, 2) for t in (rotate(q, rotation), rotate(keys, rotation), values))
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        implementation = self.config._attn_implementation
-        if depth is None:
-            attend = ALL_ATTENTION_FUNCTIONS.get(implementation, eager_attention)
-            out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        elif implementation in ("eager", "sdpa"):
-            out = depth_attention(q, k, v, mask, depth, self.scaling)
-        else:
-            raise ValueError(
-                f"attention over depth has its own joint softmax: attn_implementation={implementation!r} cannot run "
-                "it; choose 'sdpa' or 'eager'"
-            )
-        return self.o_proj(out.reshape(*x_BSD.shape[:-1], -1)), {"keys": keys, "values": values}
-
-
-class DepthBenchMLP(nn.Module):
-    """down(silu(gate x) * up x), and the projections of x that the architecture asks for."""
-
-    def __init__(self, config: DepthBenchConfig, residual: Residual, layer_idx: int) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-        extra = residual.extra_projections(layer_idx)
-        self.extra = nn.ModuleDict({name: nn.Linear(width, rows, bias=False) for name, rows in extra})
-
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        y = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y, {name: projection(x) for name, projection in self.extra.items()}
-
-
-class DepthBenchDecoderLayer(GradientCheckpointingLayer):
-    """One attention and one MLP sublayer, each tied to the depth state by its connection."""
-
-    def __init__(self, config: DepthBenchConfig, residual: Residual, layer_idx: int) -> None:
-        super().__init__()
-        dtype = torch.get_default_dtype()  # that of the model: transformers sets it while it builds one
-        self.self_attn = DepthBenchAttention(config, layer_idx)
-        self.attention_residual = residual.connection(2 * layer_idx, dtype)
-        self.mlp = DepthBenchMLP(config, residual, layer_idx)
-        self.mlp_residual = residual.connection(2 * layer_idx + 1, dtype)
-
-    def forward(
-        self, state: DepthState, rotation: Rotation, mask: Tensor | None, cache: Cache | None = None, **kwargs: Any
-    ) -> DepthState:
-        read = self.attention_residual(state)
-        y, taps = self.self_attn(read.hidden, rotation, mask, read.depth_kv, cache, **kwargs)
-        state = self.attention_residual.write(state, read, y, taps)
-        read = self.mlp_residual(state)
-        y, taps = self.mlp(read.hidden)
-        return self.mlp_residual.write(state, read, y, taps)
 
 
 class DepthBenchPreTrainedModel(PreTrainedModel):
@@ -239,14 +75,17 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         super().__init__(config)
         self.residual = residual_of(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DepthBenchDecoderLayer(config, self.residual, number) for number in range(config.num_hidden_layers)
-        )
-        self.readout = self.residual.readout(torch.get_default_dtype())
+        with undeclared():
+            self.layers = nn.ModuleList(
+                DepthBenchDecoderLayer(config, self.residual, number) for number in range(config.num_hidden_layers)
+            )
+            self.readout = self.residual.readout(torch.get_default_dtype())
         self.gradient_checkpointing = False
         self.share_reads(across_layers=True)
-        self._note_residual_parameters()
+        self._mark_places()
         self.post_init()
+        # after `post_init`, which in transformers 4 refuses the name `bias`
+        self._keep_in_fp32_modules_strict = self._kept_in_float32()
 
     def _readers(self) -> list[dict[int, nn.Module]]:
         """The depth state's readers by sublayer, layer by layer, the readout last."""
@@ -262,18 +101,18 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         for readers in [{k: m for region in regions for k, m in region.items()}] if across_layers else regions:
             self.residual.share(readers)
 
-    def _note_residual_parameters(self) -> None:
-        """Mark each module with residual parameters with where another of its kind can be had, for `_init_weights`;
-        and ask transformers to keep in float32 what training keeps there."""
-        in_float32 = set()
+    def _mark_places(self) -> None:
+        """Tell each module with residual parameters where another of its kind can be had, for `_init_weights`."""
         for sublayer, reader in ((k, m) for region in self._readers() for k, m in region.items()):
             for path, module in reader.named_modules():
-                for name, parameter in module.named_parameters(recurse=False):
-                    module.residual_place = (sublayer, path)
-                    del parameter.spec  # it holds functions, which cannot be pickled
-                    if parameter.dtype != torch.get_default_dtype():
-                        in_float32.add(name)
-        self._keep_in_fp32_modules_strict = in_float32 or None
+                module.residual_place = (sublayer, path)
+
+    def _kept_in_float32(self) -> set[str] | None:
+        """Names of parameters that training keeps in float32 where the rest is in half precision."""
+        readers = (reader for region in self._readers() for reader in region.values())
+        named = (pair for reader in readers for pair in reader.named_parameters())
+        kept = {path.rpartition(".")[2] for path, parameter in named if parameter.dtype != torch.get_default_dtype()}
+        return kept or None
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -306,7 +145,7 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         seen = int(cache.get_seq_length()) if cache is not None else 0
         places = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)
         if position_ids is None:
-            position_ids = places.unsqueeze(0)
+            position_ids = _positions(places, attention_mask)
         mask = causal_mask(
             {
                 "config": self.config,
@@ -324,7 +163,7 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
         states = [inputs_embeds]
         state = self.residual.start(inputs_embeds)
         for layer in self.layers:
-            state = layer(state, by, mask, cache=cache, **kwargs)
+            state = layer(state, by, mask, places, cache=cache, **kwargs)
             if wants_states:
                 states.append(self.residual.probe(state))
         hidden = self.readout(state)
@@ -333,6 +172,14 @@ class DepthBenchModel(DepthBenchPreTrainedModel):
             hidden_states=(*states[:-1], hidden) if wants_states else None,
             **cast(Any, {CACHE: cache if use_cache else None}),
         )
+
+
+def _positions(places_S: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """[B or 1, S]: places counted from each sequence's first token. Padding on the left must not shift them: keys of
+    earlier depth are not rotated, so attention over depth depends on the position itself."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return places_S.unsqueeze(0)
+    return (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)[:, -len(places_S) :]
 
 
 def causal_mask(offered: Mapping[str, Any]) -> Any:
@@ -350,6 +197,7 @@ class DepthBenchForCausalLM(DepthBenchPreTrainedModel, GenerationMixin):
         self.model = DepthBenchModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        self._keep_in_fp32_modules_strict = self.model._keep_in_fp32_modules_strict
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
