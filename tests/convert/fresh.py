@@ -3,6 +3,7 @@ finds. `fresh.py ANSWERS FOLDER...`; ANSWERS gets one dictionary an export, by t
 
 import copy
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -31,7 +32,7 @@ os.environ.update(HF_MODULES_CACHE=modules.name, HF_HOME=modules.name)
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, __version__  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, __version__  # noqa: E402
 
 TEXT = "The  `with` statement\n    wraps: a block's execution. Größe 1234 🙂"
 VOCABULARY = 515
@@ -120,6 +121,20 @@ def training(model: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def initial(folder: Path) -> dict[str, list[float]]:
+    """Smallest and largest value, by its last name, of each parameter of a model that no weights were loaded into."""
+    config = AutoConfig.from_pretrained(folder, **trust(folder))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **trust(folder))
+    pickle.dumps(model)
+    values: dict[str, list[float]] = {}
+    for name, parameter in model.named_parameters():
+        short = name.removesuffix(".weight").rpartition(".")[2]
+        low, high = values.get(short, [float("inf"), -float("inf")])
+        values[short] = [min(low, float(parameter.min())), max(high, float(parameter.max()))]
+    return values
+
+
 @torch.no_grad()
 def answers(folder: Path) -> dict[str, Any]:
     model = load(folder)
@@ -158,6 +173,7 @@ def answers(folder: Path) -> dict[str, Any]:
         "ids": tokenizer(TEXT, add_special_tokens=False).input_ids,
         "text": tokenizer.decode(tokenizer(TEXT, add_special_tokens=False).input_ids),
         "eos": (tokenizer.eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id),
+        "initial": initial(folder),
         **padding(model),
         **trained,
         "imported": sorted({name.partition(".")[0] for name in sys.modules} & set(FORBIDDEN)),

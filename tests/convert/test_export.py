@@ -22,6 +22,12 @@ OLD = os.environ.get("DEPTHBENCH_TRANSFORMERS_457")
 VERSIONS = {"installed": "", "4.57": OLD or ""}
 ATTNRES, MHC = ("key_norm", "query"), ("bias", "scale_post", "scale_pre", "scale_res")
 FLOAT32 = {"full_attnres": ATTNRES, "block_attnres": ATTNRES, "mhc": MHC}
+INITIAL = {
+    "full_attnres": {"query": [0.0, 0.0], "key_norm": [1.0, 1.0]},
+    "block_attnres": {"query": [0.0, 0.0], "key_norm": [1.0, 1.0]},
+    "hc": {"static_alpha": [0.0, 1.0], "static_beta": [1.0, 1.0], "dynamic_alpha_scale": [0.01, 0.01]},
+    "mhc": {"phi": [0.0, 0.0], "bias": [-8.0, 8.0], "scale_res": [0.01, 0.01]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +81,10 @@ def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers
     assert said["losses"] == sorted(said["losses"], reverse=True)
     assert 0 < said["bf16"] < 0.1
     assert tuple(sorted({path.rpartition(".")[2] for path in said["float32 in bf16"]})) == FLOAT32.get(name, ())
+
+    for parameter, values in {"norm": [1.0, 1.0], **INITIAL.get(name, {})}.items():
+        assert said["initial"][parameter] == pytest.approx(values), parameter
+    assert all(-1 < low <= high < 1 for short, (low, high) in said["initial"].items() if short.endswith("_proj"))
 
     tokenizer = load_tokenizer(corpus.tokenizer)
     assert said["ids"] == tokenizer.encode_batch([said["text"]])[0]

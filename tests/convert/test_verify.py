@@ -42,6 +42,10 @@ def scale_of_the_head() -> None:
     scale_of("lm_head.weight")
 
 
+def scale_of_the_embedding() -> None:
+    scale_of("model.embed_tokens.weight")
+
+
 def constant_in_the_code() -> None:
     """LNS as a converter takes it that does not know it, from one block on."""
     original = export_module.code_files
@@ -82,6 +86,28 @@ def test_a_wrong_head(corpus: Corpus, tmp_path: Path) -> None:
     said = export(run, tmp_path / "out", before=scale_of_the_head)
     assert said.code == 1
     assert "every block agrees, so it is the final norm or the head" in said.err
+
+
+def louder(key: str, values: Tensor) -> None:
+    if ".norm." not in key and ("attention." in key or "mlp." in key):
+        values *= 6
+
+
+def test_a_model_that_amplifies_rounding(corpus: Corpus, tmp_path: Path) -> None:
+    """Logits differ visibly and nothing is wrong: blocks are judged one by one."""
+    case = Case(CASES["sandwich_ln"].residual, {"num_layers": 24}, {})
+    run = saved(run_of(corpus, tmp_path / "run", case), change=louder)
+    said = export(run, tmp_path / "out")
+    assert said.code == 0 and "verified block by block: given the same, each agrees" in said.out, said
+    said = export(run, tmp_path / "out", "--overwrite", before=scale_of_a_norm)
+    assert said.code == 1 and f"block {BLOCK} is the first that differs" in said.err
+    assert "given the same, all others agree" in said.err
+
+
+def test_a_wrong_embedding(corpus: Corpus, tmp_path: Path) -> None:
+    run = saved(run_of(corpus, tmp_path / "run", CASES["mhc"]))
+    said = export(run, tmp_path / "out", before=scale_of_the_embedding)
+    assert said.code == 1 and "the embedding differs, by 2.0e-02 of its largest" in said.err
 
 
 SCALINGS = {
