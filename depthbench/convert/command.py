@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16", "float64"),
         help="of the weights (default: the checkpoint's); what training keeps in float32 stays there",
     )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
+    export.add_argument("--max-shard-size", default="1GB", metavar="SIZE", help="of a weight file (default: 1GB)")
     export.add_argument("--overwrite", action="store_true", help="replace an export that is in OUT")
     export.add_argument("--no-verify", action="store_true", help="do not run both models to compare them")
 

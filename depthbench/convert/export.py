@@ -43,7 +43,7 @@ def export(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = 10**9,
     overwrite: bool = False,
     warn: Callable[[str], None],
 ) -> Export:

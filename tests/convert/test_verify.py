@@ -127,6 +127,15 @@ def test_scaled_positions(corpus: Corpus, tmp_path: Path, name: str, kind: str) 
     assert said.code == 0, said.err
 
 
+def test_a_width_that_llama_refuses(corpus: Corpus, tmp_path: Path) -> None:
+    """Pre-LN comes with code then."""
+    shape = {"num_layers": 2, "num_attention_heads": 5, "num_kv_heads": 1, "head_dim": 94}
+    run = saved(run_of(corpus, tmp_path / "run", Case(CASES["pre_ln"].residual, shape, {})))
+    said = export(run, tmp_path / "out")
+    assert said.code == 0, said.err
+    assert (tmp_path / "out" / "pre_ln.py").is_file()
+
+
 def test_nan_is_named_and_does_not_verify(corpus: Corpus, tmp_path: Path) -> None:
     def spoil(key: str, values: Tensor) -> None:
         if key == "model.blocks.1.mlp.up.weight":
