@@ -36,10 +36,12 @@ setup(
         "pyarrow",
         "sentencepiece",
         "tokenizers",
+        "safetensors",
         "zstandard",
     ],
     extras_require={
         "wandb": ["wandb"],
+        "convert": ["transformers>=4.57"],
         "dev": [
             "setuptools>=70.1",
             "pytest",

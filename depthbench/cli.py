@@ -83,6 +83,18 @@ def _profile(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.convert import command
+
+    command.add_arguments(parser)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from depthbench.convert import command
+
+    return command.run(args)
+
+
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 VERBS: dict[str, Verb] = {
@@ -90,6 +102,7 @@ VERBS: dict[str, Verb] = {
     "train": ("train a run, or resume it", _train_arguments, _train),
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
+    "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
 }
 
 
@@ -107,7 +120,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             name,
             help=text,
-            description=DESCRIPTION if name != "prepare" else text,
+            description=DESCRIPTION if name not in ("prepare", "convert") else text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == verb:

@@ -1,26 +1,11 @@
 """The backbone's shape."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from depthbench.errors import UserError
 from depthbench.residual import Shape
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How RoPE reaches beyond the context it was trained with.
-
-    linear: positions divided by `factor`. ntk: theta raised by factor^(K / (K - 2)). yarn: arXiv 2309.00071, high
-    frequencies kept, low ones interpolated, with its attention temperature.
-    """
-
-    kind: Literal["linear", "ntk", "yarn"]
-    factor: float
-    original_sequence_length: int = 2048
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
+from .rope_scaling import RopeScaling
 
 VOCAB_MULTIPLE = 128  # rows per rank are padded to this: matmul tiles, and any vocabulary divides over any TP
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size", "sequence_length")

@@ -3,41 +3,18 @@
 Shapes: S sequence, B microbatch, H heads, K head dim.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from .config import ModelConfig
-
-
-def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angular frequencies [K/2] in float64 and the factor that the scaling puts on cos and sin."""
-    dim, theta, scaling = config.head_size, config.rope_theta, config.rope_scaling
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    if scaling is None:
-        return theta**-exponents, 1.0
-    if scaling.kind == "linear":
-        return theta**-exponents / scaling.factor, 1.0
-    if scaling.kind == "ntk":
-        return (theta * scaling.factor ** (dim / (dim - 2))) ** -exponents, 1.0
-
-    def dimension_of(rotations: float) -> float:
-        """The (fractional) pair that turns `rotations` times over the original context."""
-        return dim * math.log(scaling.original_sequence_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(scaling.beta_slow)), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = theta**-exponents
-    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp), 0.1 * math.log(scaling.factor) + 1.0
+from .rope_scaling import inverse_frequencies
 
 
 class Rope:
     """Cosines and sines [S, 1, 1, K/2] for the positions of one sequence, made once and kept per device and dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.frequencies, self.factor = inverse_frequencies(config)
+        self.frequencies, self.factor = inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
         self._cache: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

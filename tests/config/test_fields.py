@@ -12,7 +12,7 @@ import yaml
 
 from depthbench.config.load import load_run, plain, typed
 from depthbench.config.schema import DataSource, RunConfig
-from depthbench.model.config import RopeScaling
+from depthbench.model.rope_scaling import RopeScaling
 from depthbench.residual import Residual, architecture
 
 # Doubling any one of its numbers leaves a valid model.

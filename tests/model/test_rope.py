@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from depthbench.model.config import ModelConfig, RopeScaling
-from depthbench.model.rope import Rope, inverse_frequencies
+from depthbench.model.config import ModelConfig
+from depthbench.model.rope import Rope
+from depthbench.model.rope_scaling import RopeScaling, inverse_frequencies
 
 LENGTH = 2048
 
@@ -78,7 +79,7 @@ def from_transformers(kind: str, length: int, **parameters: Any) -> tuple[torch.
 @pytest.mark.parametrize("factor", [2.0, 8.0, 64.0])
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_scalings_against_transformers(kind: str, factor: float) -> None:
-    frequencies, scale = inverse_frequencies(config(scaling=RopeScaling(kind, factor, LENGTH)))  # type: ignore[arg-type]
+    frequencies, scale = inverse_frequencies(64, 10000.0, RopeScaling(kind, factor, LENGTH))  # type: ignore[arg-type]
     if kind == "linear":
         wanted, wanted_scale = from_transformers("linear", LENGTH, factor=factor)
     elif kind == "ntk":  # theirs grows with the sequence seen; at factor 1 it has grown to `factor` after so many times
@@ -96,7 +97,7 @@ def test_scalings_against_transformers(kind: str, factor: float) -> None:
 
 @pytest.mark.parametrize(("fast", "slow"), [(16.0, 2.0), (32.0, 32.0), (1e6, 1e-6)])
 def test_yarn_bounds_against_transformers(fast: float, slow: float) -> None:
-    ours, _ = inverse_frequencies(config(scaling=RopeScaling("yarn", 4.0, LENGTH, fast, slow)))
+    ours, _ = inverse_frequencies(64, 10000.0, RopeScaling("yarn", 4.0, LENGTH, fast, slow))
     bounds = {"beta_fast": fast, "beta_slow": slow, "original_max_position_embeddings": LENGTH}
     wanted, _ = from_transformers("yarn", 4 * LENGTH, factor=4.0, **bounds)
     torch.testing.assert_close(ours.float(), wanted, rtol=2e-6, atol=0)

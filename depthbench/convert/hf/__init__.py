@@ -1,0 +1,1 @@
+"""The Hugging Face files that travel with an export, as modules of this package: `convert.code` makes the copies."""

@@ -1,0 +1,108 @@
+"""From a checkpoint's logical tensors to an export's: names, shapes, types."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from depthbench.config.schema import RunConfig
+from depthbench.errors import UserError
+from depthbench.residual import Residual
+from depthbench.residual.pre_ln import PreLN
+
+from .reading import Weights
+
+_BACKBONE = {
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_LLAMA_NORMS = {
+    "attention_residual.norm.weight": "input_layernorm.weight",
+    "mlp_residual.norm.weight": "post_attention_layernorm.weight",
+    "readout.norm.weight": "norm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One tensor. logical: its name in the checkpoint; name: in the export."""
+
+    logical: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def is_llama(run: RunConfig, residual: Residual) -> bool:
+    """Whether transformers' own Llama computes the same function. It refuses a width that heads do not divide."""
+    return type(residual) is PreLN and run.model.hidden_size % run.model.num_attention_heads == 0
+
+
+def exported_tensors(run: RunConfig, residual: Residual, dtype: torch.dtype) -> list[Exported]:
+    """What an export of the run holds, in depth order, stored as `dtype`; in float32 what training keeps there."""
+    own = _LLAMA_NORMS if is_llama(run, residual) else {}
+    model, size = run.model, run.model.head_size
+    width, inner = model.hidden_size, model.ffn_hidden_size
+    heads, kv_heads = model.num_attention_heads * size, model.kv_heads * size
+    shapes = {
+        "attention.q": (heads, width),
+        "attention.k": (kv_heads, width),
+        "attention.v": (kv_heads, width),
+        "attention.out": (width, heads),
+        "mlp.gate": (inner, width),
+        "mlp.up": (inner, width),
+        "mlp.down": (width, inner),
+    }
+
+    def of_residual(logical: str, name: str, local: str, module: nn.Module) -> Iterator[Exported]:
+        for path, parameter in module.named_parameters():
+            path = f"{local}.{path}"
+            yield Exported(logical + path, name + own.get(path, path), tuple(parameter.shape), parameter.dtype)
+
+    found = [Exported("embedding.weight", "model.embed_tokens.weight", (model.vocab_size, width), dtype)]
+    with torch.device("meta"):
+        for block in range(model.num_layers):
+            logical, name = f"blocks.{block}.", f"model.layers.{block}."
+            for local, shape in shapes.items():
+                found.append(Exported(f"{logical}{local}.weight", f"{name}{_BACKBONE[local]}.weight", shape, dtype))
+            for extra, rows in residual.extra_projections(block):
+                found.append(
+                    Exported(f"{logical}mlp.{extra}.weight", f"{name}mlp.extra.{extra}.weight", (rows, width), dtype)
+                )
+            found += of_residual(logical, name, "attention_residual", residual.connection(2 * block, dtype))
+            found += of_residual(logical, name, "mlp_residual", residual.connection(2 * block + 1, dtype))
+        found += of_residual("", "model.", "readout", residual.readout(dtype))
+    if not model.tie_embeddings:
+        found.append(Exported("head.weight", "lm_head.weight", (model.vocab_size, width), dtype))
+    return found
+
+
+def check(weights: Weights, wanted: list[Exported]) -> None:
+    """Raise UserError naming tensors that the checkpoint lacks, has besides, or has in another shape."""
+    stored: Mapping[str, tuple[int, ...]] = weights.shapes
+    needed = {tensor.logical: tensor.shape or (1,) for tensor in wanted}
+    faults = [f"{name} is missing" for name in needed.keys() - stored.keys()]
+    faults += [f"{name} belongs to no part of the model" for name in stored.keys() - needed.keys()]
+    faults += [
+        f"{name} has shape {stored[name]}, the settings make it {shape}"
+        for name, shape in needed.items()
+        if stored.get(name, shape) != shape
+    ]
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise UserError(
+            f"checkpoint {weights.checkpoint.path} does not fit the settings in its own manifest.json "
+            f"({weights.run.architecture}, {weights.run.model.num_layers} blocks): "
+            + "; ".join(sorted(faults)[:5])
+            + more
+        )

@@ -1,0 +1,205 @@
+"""Whether an export computes what its checkpoint does: both run on the same tokens, block by block.
+
+The source is the trainer's own model (on one process), with the checkpoint's weights as the export stores them; the
+export is loaded by transformers. Both compute in float32 (an export in float64: in float64).
+
+A deep model can amplify rounding until logits differ visibly. So where they do, each block of the export is run again
+on what the source's block got, and judged by itself.
+
+Shapes: S tokens, B sequences, V vocabulary, D hidden.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthbench.config.schema import ParallelConfig, PipelineConfig, Precision, RunConfig
+from depthbench.errors import UserError
+from depthbench.model.build import build_stage
+from depthbench.model.stage import DecoderStage
+from depthbench.parallel import startup
+from depthbench.parallel.placement import logical_shards
+from depthbench.residual.state import DepthState
+
+from .export import Export
+
+TOLERANCE = 1e-4  # of the largest element: rounding stays below 1e-5, a wrong scale or constant is far above
+SEQUENCES, TOKENS = 2, 128
+
+
+@dataclass(frozen=True)
+class Values:
+    """logits: [B, S, V]. blocks: what each block leaves, [B, S, D] (residual streams: [B, S, N, D]). states: what each
+    block, and at last the readout, got: the source's depth states, with tokens first."""
+
+    logits: Tensor
+    blocks: list[Tensor]
+    states: list[DepthState]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences over the source's largest element. logits: of models left alone. embedding, blocks, head: of each
+    part, given what the source's part got (empty where logits agree)."""
+
+    tokens: int
+    logits: float
+    embedding: float = 0.0
+    blocks: tuple[float, ...] = ()
+    head: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        parts = (self.embedding, *self.blocks, self.head)
+        return _small(self.logits) or (bool(self.blocks) and all(_small(part) for part in parts))
+
+    def describe(self) -> str:
+        """One line: that they agree, or where they part."""
+        if _small(self.logits):
+            return f"verified: logits at {self.tokens} positions agree to {self.logits:.1e} of the largest"
+        if self.equal:
+            return (
+                f"verified block by block: given the same, each agrees to {max(self.blocks):.1e} of its largest, the "
+                f"head to {self.head:.1e}; left alone, the model amplifies rounding: logits differ by {self.logits:.1e}"
+            )
+        wrong = [number for number, error in enumerate(self.blocks) if not _small(error)]
+        if not _small(self.embedding):
+            where = f"the embedding differs, by {self.embedding:.1e} of its largest"
+        elif wrong:
+            others = (
+                f", and so do {len(wrong) - 1} later ones" if len(wrong) > 1 else "; given the same, all others agree"
+            )
+            where = f"block {wrong[0]} is the first that differs, by {self.blocks[wrong[0]]:.1e} of its largest{others}"
+        else:
+            where = "every block agrees, so it is the final norm or the head"
+        return f"the export does not compute what the checkpoint does: logits differ by {self.logits:.1e}; {where}"
+
+
+def _small(error: float) -> bool:
+    return error <= TOLERANCE  # NaN is not
+
+
+def sample_tokens(run: RunConfig) -> Tensor:
+    """[B, S] tokens, the same at each call."""
+    length = min(TOKENS, run.model.sequence_length)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(run.model.vocab_size, (SEQUENCES, length), generator=generator)
+
+
+@torch.no_grad()
+def source_values(done: Export, tokens_BS: Tensor) -> Values:
+    """The trainer's model, on this process."""
+    precision = Precision.FP64 if done.dtype is torch.float64 else Precision.FP32
+    run = replace(
+        done.weights.run,
+        parallel=ParallelConfig(distributed_optimizer=False),
+        pipeline=PipelineConfig(),
+        train=replace(done.weights.run.train, precision=precision),
+    )
+    context = startup.start(run)
+    try:
+        stage = build_stage(run, context, draw=False)
+        _fill(stage, done)
+        state = stage.residual.start(stage.embed(tokens_BS))
+        states, blocks = [state], []
+        for block in stage.blocks.values():
+            state = block(state)
+            states.append(state)
+            blocks.append(stage.residual.probe(state).transpose(0, 1))
+        return Values(stage.logits(state)[..., : run.model.vocab_size].transpose(0, 1), blocks, states)
+    finally:
+        startup.stop()
+
+
+def _fill(stage: DecoderStage, done: Export) -> None:
+    exported = {tensor.logical: tensor for tensor in done.tensors}
+    for name, parameter in stage.named_parameters():
+        for shard in logical_shards(name, parameter, 0, 1):
+            tensor = exported[shard.name]
+            parameter[shard.local] = done.weights.read(tensor.logical, tensor.shape, tensor.dtype)[shard.glob].to(
+                parameter
+            )
+
+
+def _load(done: Export, dtype: torch.dtype) -> Any:
+    return (
+        _transformers()
+        .AutoModelForCausalLM.from_pretrained(
+            done.folder, trust_remote_code=done.remote_code, dtype=dtype, local_files_only=True
+        )
+        .eval()
+    )
+
+
+def _as(given: Any, state: DepthState) -> Any:
+    """The source's state in the form in which the export's block gets its own."""
+    if isinstance(given, Tensor):  # Llama's
+        return state.live["h"].transpose(0, 1)
+    live, history = ({k: v.transpose(0, 1).contiguous() for k, v in part.items()} for part in state[:2])
+    return type(given)(live, history)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    return [state] if isinstance(state, Tensor) else [*state.live.values(), *state.history.values()]
+
+
+@torch.no_grad()
+def by_parts(model: Any, tokens_BS: Tensor, ours: Values) -> tuple[float, tuple[float, ...], float]:
+    """Differences of the export's embedding, of each of its blocks, and of its readout and head together, where each
+    gets what the source's got."""
+    inner, llama = model.model, hasattr(model.model, "norm")
+    embedding = 0.0
+    blocks: list[Tensor] = []
+
+    def before(number: int) -> Any:
+        def replaced(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            nonlocal embedding
+            wanted = _as(args[0], ours.states[number])
+            if number == 0:
+                embedding = max(_error(a, b) for a, b in zip(_tensors(args[0]), _tensors(wanted), strict=True))
+            return (wanted, *args[1:])
+
+        return replaced
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        left = output[0] if type(output) is tuple else output
+        blocks.append(left if llama else inner.residual.probe(left))
+
+    for number, layer in enumerate(inner.layers):
+        layer.register_forward_pre_hook(before(number))
+        layer.register_forward_hook(after)
+    (inner.norm if llama else inner.readout).register_forward_pre_hook(before(len(inner.layers)))
+    logits = model(tokens_BS, use_cache=False).logits
+    errors = tuple(_error(a, b) for a, b in zip(blocks, ours.blocks, strict=True))
+    return embedding, errors, _error(logits, ours.logits)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            'verification loads the export with transformers, which is missing: pip install "depthbench[convert]", '
+            "or give --no-verify"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def verify(done: Export) -> Comparison:
+    """Run both models. Nothing is changed or removed, whatever comes out."""
+    tokens_BS = sample_tokens(done.weights.run)
+    model = _load(done, torch.float64 if done.dtype is torch.float64 else torch.float32)
+    ours = source_values(done, tokens_BS)
+    with torch.no_grad():
+        logits = _error(model(tokens_BS, use_cache=False).logits, ours.logits)
+    if _small(logits):
+        return Comparison(tokens_BS.numel(), logits)
+    return Comparison(tokens_BS.numel(), logits, *by_parts(model, tokens_BS, ours))
+
+
+def _error(theirs: Tensor, ours: Tensor) -> float:
+    """NaN where either has one."""
+    return float((theirs - ours).abs().max() / ours.abs().max())

@@ -1,0 +1,163 @@
+"""Verification runs by default, and names the block that is wrong."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from depthbench.convert import export as export_module
+from depthbench.convert.export import export as export_here
+from depthbench.convert.names import Exported
+from depthbench.residual import Residual
+from tests.corpora import Corpus
+
+from .checkpoints import CASES, Case, export, run_of, saved
+
+BLOCK = 1
+
+
+def scale_of(tensor_name: str) -> None:
+    """One tensor of the export 2 % larger than the checkpoint's."""
+    write = export_module.write_shards
+
+    def broken(folder: Path, tensors: list[Exported], limit: int, read: object) -> None:
+        def larger(tensor: Exported) -> Tensor:
+            values: Tensor = read(tensor)  # type: ignore[operator]
+            return values * 1.02 if tensor.name == tensor_name else values
+
+        write(folder, tensors, limit, larger)
+
+    export_module.write_shards = broken  # type: ignore[assignment]
+
+
+def scale_of_a_norm() -> None:
+    scale_of(f"model.layers.{BLOCK}.mlp_residual.norm.weight")
+
+
+def scale_of_a_llama_projection() -> None:
+    scale_of(f"model.layers.{BLOCK}.self_attn.v_proj.weight")
+
+
+def scale_of_the_head() -> None:
+    scale_of("lm_head.weight")
+
+
+def scale_of_the_embedding() -> None:
+    scale_of("model.embed_tokens.weight")
+
+
+def constant_in_the_code() -> None:
+    """LNS as a converter takes it that does not know it, from one block on."""
+    original = export_module.code_files
+
+    def broken(residual: Residual) -> dict[str, str]:
+        files = original(residual)
+        right = "1 / math.sqrt(block + 1)"
+        assert right in files["lns.py"]
+        return {**files, "lns.py": files["lns.py"].replace(right, f"{right} if block < {BLOCK} else 1.0")}
+
+    export_module.code_files = broken
+
+
+@pytest.mark.parametrize(
+    ("name", "tamper"),
+    [
+        ("pre_ln", scale_of_a_llama_projection),
+        ("hc", scale_of_a_norm),
+        ("moda", scale_of_a_norm),
+        ("block_attnres", scale_of_a_norm),
+        ("lns", constant_in_the_code),
+    ],
+)
+def test_a_broken_scale(corpus: Corpus, tmp_path: Path, name: str, tamper: object) -> None:
+    case = CASES[name]
+    run = saved(run_of(corpus, tmp_path / "run", case), case.processes)
+    out = tmp_path / "out"
+    said = export(run, out, before=tamper)  # type: ignore[arg-type]
+    assert said.code == 1
+    assert f"block {BLOCK} is the first that differs" in said.err
+    assert "The files are kept" in said.err and (out / "model.safetensors").is_file()
+    assert export(run, out, "--overwrite").code == 0
+    assert export(run, out, "--overwrite", "--no-verify", before=tamper).code == 0  # type: ignore[arg-type]
+
+
+def test_a_wrong_head(corpus: Corpus, tmp_path: Path) -> None:
+    run = saved(run_of(corpus, tmp_path / "run", CASES["keel"]))
+    said = export(run, tmp_path / "out", before=scale_of_the_head)
+    assert said.code == 1
+    assert "every block agrees, so it is the final norm or the head" in said.err
+
+
+def louder(key: str, values: Tensor) -> None:
+    if ".norm." not in key and ("attention." in key or "mlp." in key):
+        values *= 6
+
+
+def test_a_model_that_amplifies_rounding(corpus: Corpus, tmp_path: Path) -> None:
+    """Logits differ visibly and nothing is wrong: blocks are judged one by one."""
+    case = Case(CASES["sandwich_ln"].residual, {"num_layers": 24}, {})
+    run = saved(run_of(corpus, tmp_path / "run", case), change=louder)
+    said = export(run, tmp_path / "out")
+    assert said.code == 0 and "verified block by block: given the same, each agrees" in said.out, said
+    said = export(run, tmp_path / "out", "--overwrite", before=scale_of_a_norm)
+    assert said.code == 1 and f"block {BLOCK} is the first that differs" in said.err
+    assert "given the same, all others agree" in said.err
+
+
+def test_a_wrong_embedding(corpus: Corpus, tmp_path: Path) -> None:
+    run = saved(run_of(corpus, tmp_path / "run", CASES["mhc"]))
+    said = export(run, tmp_path / "out", before=scale_of_the_embedding)
+    assert said.code == 1 and "the embedding differs, by 2.0e-02 of its largest" in said.err
+
+
+SCALINGS = {
+    "linear": {"kind": "linear", "factor": 4.0},
+    "ntk": {"kind": "ntk", "factor": 4.0},
+    "yarn": {"kind": "yarn", "factor": 4.0, "original_sequence_length": 16, "beta_fast": 8.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("name", ["pre_ln", "sandwich_ln"])
+def test_scaled_positions(corpus: Corpus, tmp_path: Path, name: str, kind: str) -> None:
+    """In transformers' own Llama and in ours."""
+    scaled = {"rope_scaling": SCALINGS[kind], "num_layers": 1}
+    run = saved(run_of(corpus, tmp_path / "run", Case(CASES[name].residual, scaled, {})))
+    said = export(run, tmp_path / "out")
+    assert said.code == 0, said.err
+
+
+def test_a_width_that_llama_refuses(corpus: Corpus, tmp_path: Path) -> None:
+    """Pre-LN comes with code then."""
+    shape = {"num_layers": 2, "num_attention_heads": 5, "num_kv_heads": 1, "head_dim": 94}
+    run = saved(run_of(corpus, tmp_path / "run", Case(CASES["pre_ln"].residual, shape, {})))
+    said = export(run, tmp_path / "out")
+    assert said.code == 0, said.err
+    assert (tmp_path / "out" / "pre_ln.py").is_file()
+
+
+def test_nan_is_named_and_does_not_verify(corpus: Corpus, tmp_path: Path) -> None:
+    def spoil(key: str, values: Tensor) -> None:
+        if key == "model.blocks.1.mlp.up.weight":
+            values[3, 5] = float("nan")
+
+    run = saved(run_of(corpus, tmp_path / "run", CASES["hc"]), change=spoil)
+    said = export(run, tmp_path / "out")
+    assert "blocks.1.mlp.up.weight has 1 elements of" in said.err
+    assert said.code == 1 and "block 1 is the first that differs, by nan" in said.err
+    lines: list[str] = []
+    export_here(run, tmp_path / "other", warn=lines.append)
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("name", ["mhc", "block_attnres", "pre_ln"])
+def test_other_precisions(corpus: Corpus, tmp_path: Path, name: str, precision: str) -> None:
+    """The checkpoint's type is kept; verification computes in float64, or float32 for bfloat16."""
+    run = saved(run_of(corpus, tmp_path / "run", CASES[name], precision=precision), CASES[name].processes)
+    said = export(run, tmp_path / "out")
+    assert said.code == 0, said.err
+    error = float(said.out.rpartition("agree to ")[2].split()[0])
+    exact = precision == "fp64" and name != "pre_ln"  # Llama's norms are float32
+    assert error < (1e-12 if exact else 1e-5)
+    assert export(run, tmp_path / "half", "--dtype", "float16").code == 0
