@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from depthbench.config.load import load_run
-from depthbench.config.schema import RunConfig
 from depthbench.planning.cluster import load_cluster
 from depthbench.planning.command import add_arguments, run
-from depthbench.planning.memory import memory
+from depthbench.planning.memory import peak_memory
 from depthbench.planning.plan import Plan, make_plan
 from depthbench.planning.render import render, render_edges, render_memory, render_time
 from depthbench.planning.search import search
@@ -48,10 +47,7 @@ def planned(args: argparse.Namespace) -> Plan:
 def searched(args: argparse.Namespace) -> Table:
     counts = [int(count) for count in args.gpus.split(",")]
 
-    def fullest(settings: RunConfig, world_size: int) -> int:
-        return max(rank.peak for rank in memory(settings, world_size))
-
-    return search(load_run(args.run, args.overrides), load_cluster(args.cluster), fullest, counts).render()
+    return search(load_run(args.run, args.overrides), load_cluster(args.cluster), peak_memory, counts).render()
 
 
 def shown(table: Table) -> str:

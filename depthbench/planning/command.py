@@ -12,7 +12,7 @@ from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 
 from .cluster import load_cluster
-from .memory import memory
+from .memory import peak_memory
 from .plan import Plan, make_plan
 from .render import render, render_edges, render_memory, render_time
 from .search import search
@@ -94,10 +94,7 @@ def _search(settings: RunConfig, words: list[str], cluster: str | None, gpus: li
     if cluster is None:
         raise UserError("--search needs --cluster NAME, for the devices' speed and memory")
 
-    def fullest(run: RunConfig, world_size: int) -> int:
-        return max(rank.peak for rank in memory(run, world_size))
-
-    found = search(settings, load_cluster(cluster), fullest, gpus)
+    found = search(settings, load_cluster(cluster), peak_memory, gpus)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

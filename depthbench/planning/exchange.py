@@ -14,11 +14,9 @@ from depthbench.config.validate import data_parallel, layout_of
 from .cluster import Cluster
 from .links import Links
 from .parameters import rank_weights
-from .pipeline import ELEMENT_BYTES
+from .pipeline import ELEMENT_BYTES, STATE_BYTES
 from .simulate import Costs
 
-_STATE_BYTES = {Precision.BF16: 4, Precision.REFERENCE: 2, Precision.FP32: 4, Precision.FP64: 8}
-"""Of gradients, moments and master weights."""
 _BUCKET, _BUCKET_A_REPLICA = 40_000_000, 1_000_000  # Megatron-Core's default: parameters a bucket, at least
 _UPDATE_PASSES = 10  # over a weight's state: norm 1, clipping 2, AdamW 7 (gradient, weight, moments in; three out)
 
@@ -48,7 +46,7 @@ def data_parallel_bytes(run: RunConfig, world_size: int) -> list[int]:
     Raises UserError where the layout does not divide the processes.
     """
     replicas, precision = data_parallel(run, world_size), run.train.precision
-    state, element = _STATE_BYTES[precision], ELEMENT_BYTES[precision]
+    state, element = STATE_BYTES[precision], ELEMENT_BYTES[precision]
     each = state + (element if run.parallel.distributed_optimizer else state)
     return [round(held * each * (replicas - 1) / replicas) for held in stage_parameters(run)]
 
@@ -56,7 +54,7 @@ def data_parallel_bytes(run: RunConfig, world_size: int) -> list[int]:
 def exposed(run: RunConfig, cluster: Cluster, links: Links, costs: Costs) -> Exposed:
     """The slowest stage's seconds of each."""
     layout, parallel, replicas = layout_of(run), run.parallel, links.replicas
-    state, element = _STATE_BYTES[run.train.precision], ELEMENT_BYTES[run.train.precision]
+    state, element = STATE_BYTES[run.train.precision], ELEMENT_BYTES[run.train.precision]
     held, share = stage_parameters(run), (replicas - 1) / replicas
     bucket = parallel.bucket_size or max(_BUCKET, _BUCKET_A_REPLICA * replicas)
 

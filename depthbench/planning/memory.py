@@ -29,7 +29,7 @@ from depthbench.pipeline.edges import edges, retentions
 from depthbench.pipeline.order import runs
 
 from .parameters import rank_weights
-from .pipeline import ELEMENT_BYTES, cached_bytes
+from .pipeline import ELEMENT_BYTES, STATE_BYTES, cached_bytes
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ def memory(run: RunConfig, world_size: int, kernels: Kernels = CUDA) -> list[Ran
     return [_Stage(run, world_size, kernels, *each).memory() for each in enumerate(cached)]
 
 
+def peak_memory(run: RunConfig, world_size: int) -> int:
+    """Bytes of the fullest rank on a GPU. Raises UserError as `memory`."""
+    return max(rank.peak for rank in memory(run, world_size))
+
+
 def kv_cache_bytes(run: RunConfig, tokens: int) -> int:
     """Keys and values of one sequence on one process, in inference. No architecture keeps depth state across tokens."""
     model = run.model
@@ -120,7 +125,7 @@ class _Stage:
         parts = [rank_weights(run, *span) for span in spans]
         count, largest = sum(part.total for part in parts), max(part.largest for part in parts)
         mixed = run.train.precision is Precision.BF16
-        state = 4 if mixed else self.element  # of gradients and moments
+        state = STATE_BYTES[run.train.precision]
         owned = -(-count // self.replicas) if run.parallel.distributed_optimizer else count
         updated = owned if self.kernels.fused_update else min(owned, largest)
         return RankMemory(

@@ -9,6 +9,8 @@ from depthbench.pipeline.order import runs
 
 ELEMENT_BYTES = {Precision.BF16: 2, Precision.REFERENCE: 2, Precision.FP32: 4, Precision.FP64: 8}
 """Of weights, activations and the depth state."""
+STATE_BYTES = {**ELEMENT_BYTES, Precision.BF16: 4}
+"""Of gradients, moments and master weights."""
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import check_run, layout_of, microbatch_group, microbatches
+from depthbench.config.validate import check_run
 
 from . import flops
 from .cluster import Cluster
 from .exchange import data_parallel_bytes
 from .memory import CUDA, Kernels, RankMemory, assumptions, kv_cache_bytes, memory
 from .parameters import Parameters, count_parameters
-from .pipeline import EdgePlan, cached_bytes, edge_plans
-from .schedule import schedule
-from .simulate import Costs, simulate
+from .pipeline import EdgePlan, edge_plans
+from .simulate import Costs, simulate_pass
 from .time import StepTime, predict
 from .work import chunk_work
 
@@ -35,9 +34,9 @@ class Flops:
 @dataclass(frozen=True)
 class Plan:
     """kv_cache_bytes: of one sequence of `flops.tokens`, in inference. tokens_per_step: over all ranks. steps: of the
-    whole schedule. world_size: processes. memory: of a rank of each stage. cached_bytes: of each stage's history cache.
-    bubble: idle share of the forward and backward pass, from FLOPs alone. data_parallel_bytes: what a rank of each
-    stage sends a step for gradients and weights. time: where a cluster is known.
+    whole schedule. world_size: processes. memory: of a rank of each stage. bubble: idle share of the forward and
+    backward pass, from FLOPs alone where no cluster is known. data_parallel_bytes: what a rank of each stage sends a
+    step for gradients and weights. time: where a cluster is known.
     """
 
     run: str
@@ -51,7 +50,6 @@ class Plan:
     edges: list[EdgePlan]
     memory: list[RankMemory]
     memory_assumptions: list[str]
-    cached_bytes: list[int]
     bubble: float
     data_parallel_bytes: list[int]
     cluster: Cluster | None
@@ -60,6 +58,11 @@ class Plan:
     @property
     def total_tokens(self) -> int:
         return self.tokens_per_step * self.steps
+
+    @property
+    def cached_bytes(self) -> list[int]:
+        """Of each stage's history cache."""
+        return [rank.history_cache for rank in self.memory]
 
     @property
     def peak_memory(self) -> int:
@@ -99,7 +102,7 @@ class Plan:
                 "assumptions": self.memory_assumptions,
             },
             "cache_bytes": self.cached_bytes,
-            "bubble": self.time.bubble if self.time else self.bubble,
+            "bubble": self.bubble,
             "data_parallel_bytes": self.data_parallel_bytes,
             "step_seconds": self.time.step if self.time else None,
             "device": self.cluster.device if self.cluster else None,
@@ -125,6 +128,7 @@ def make_plan(
     counted = run.model.sequence_length if tokens is None else tokens
     processes = world_size or run.parallel.tensor * run.parallel.pipeline
     check_run(run, processes)
+    time = predict(run, cluster, processes) if cluster else None
     return Plan(
         run=run.name,
         architecture=run.architecture,
@@ -139,17 +143,16 @@ def make_plan(
         edges=edge_plans(run),
         memory=memory(run, processes, kernels),
         memory_assumptions=assumptions(run),
-        cached_bytes=cached_bytes(run, processes),
-        bubble=bubble(run, processes),
+        bubble=time.bubble if time else bubble(run, processes),
         data_parallel_bytes=data_parallel_bytes(run, processes),
         cluster=cluster,
-        time=predict(run, cluster, processes) if cluster else None,
+        time=time,
     )
 
 
 def bubble(run: RunConfig, world_size: int) -> float:
     """Idle share, 0 to 1, of all stages' time in the forward and backward pass, where FLOPs are all that takes time."""
-    layout, chunks = layout_of(run), chunk_work(run)
+    chunks = chunk_work(run)
     free = [0.0] * (len(chunks) - 1)
     costs = Costs(
         forward=[chunk.forward.flops for chunk in chunks],
@@ -157,8 +160,7 @@ def bubble(run: RunConfig, world_size: int) -> float:
         forward_edges=free,
         backward_edges=free,
     )
-    count, overlap = microbatches(run, world_size), run.pipeline.overlap_p2p
-    return simulate(schedule(layout, count, microbatch_group(run), overlap_p2p=overlap), costs).bubble
+    return simulate_pass(run, world_size, costs).bubble
 
 
 def _edge_dict(edge: EdgePlan) -> dict[str, Any]:

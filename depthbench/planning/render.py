@@ -37,8 +37,7 @@ def render(plan: Plan) -> Table:
     table.add_row("steps", f"{plan.steps:,}")
     table.add_row("tokens in all", f"{plan.total_tokens:,}", end_section=True)
     if plan.edges:
-        share = plan.time.bubble if plan.time else plan.bubble
-        table.add_row("pipeline bubble" + ("" if plan.time else ", from FLOPs alone"), f"{share:.1%}")
+        table.add_row("pipeline bubble" + ("" if plan.time else ", from FLOPs alone"), f"{plan.bubble:.1%}")
     if any(plan.data_parallel_bytes):
         table.add_row("sent for data parallelism, a step and rank", f"{max(plan.data_parallel_bytes) / 1e9:,.3f} GB")
     return table

@@ -8,9 +8,11 @@ not slow it. Which stage is looked at first changes nothing, so each runs until 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from depthbench.config.schema import RunConfig
+from depthbench.config.validate import layout_of, microbatch_group, microbatches
 from depthbench.pipeline.message import Label
 
-from .schedule import Action, Compute, Wait
+from .schedule import Action, Compute, Wait, schedule
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,9 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs) -> Simulation:
         exposed=tuple(stage.exposed for stage in everyone),
         timeline=tuple(span for stage in everyone for span in stage.spans),
     )
+
+
+def simulate_pass(run: RunConfig, world_size: int, costs: Costs) -> Simulation:
+    """The forward and backward pass of one step of a run that `check_run` has nothing against."""
+    count, overlap = microbatches(run, world_size), run.pipeline.overlap_p2p
+    return simulate(schedule(layout_of(run), count, microbatch_group(run), overlap_p2p=overlap), costs)

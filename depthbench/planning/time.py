@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import layout_of, microbatch_group
+from depthbench.config.validate import layout_of, microbatches
 
 from . import flops
 from .cluster import Cluster
 from .exchange import Exposed, exposed
 from .links import Links
 from .pipeline import EdgePlan, edge_plans
-from .schedule import schedule
-from .simulate import Costs, Simulation, simulate
+from .simulate import Costs, Simulation, simulate_pass
 from .work import ChunkWork, Work, chunk_work
 
 
@@ -71,7 +70,7 @@ class StepModel:
         self.run, self.cluster, self.world_size = run, cluster, world_size
         self.work = work or Counted(chunk_work(run), edge_plans(run))
         self.layout, self.links = layout_of(run), Links(run, cluster, world_size)
-        self.microbatches = run.train.global_batch // (run.train.micro_batch * self.links.replicas)
+        self.microbatches = microbatches(run, world_size)
         forward, backward = (
             [self._message(e) for e in self.work.edges if e.direction == d] for d in ("forward", "backward")
         )
@@ -113,9 +112,7 @@ class StepModel:
 
     def simulated(self) -> Simulation:
         """The forward and backward pass of one step."""
-        overlap = self.run.pipeline.overlap_p2p
-        actions = schedule(self.layout, self.microbatches, microbatch_group(self.run), overlap_p2p=overlap)
-        return simulate(actions, self.costs)
+        return simulate_pass(self.run, self.world_size, self.costs)
 
     def predict(self) -> StepTime:
         """The step, with its pass simulated."""

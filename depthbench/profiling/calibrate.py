@@ -7,10 +7,9 @@ from statistics import mean
 
 from depthbench.config.load import merge, parse_overrides, plain, typed
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import check_run, layout_of, microbatch_group, microbatches
+from depthbench.config.validate import check_run, layout_of
 from depthbench.errors import UserError
-from depthbench.planning.schedule import schedule
-from depthbench.planning.simulate import Costs, Simulation, simulate
+from depthbench.planning.simulate import Costs, Simulation, simulate_pass
 
 from .events import Kind, Recording
 from .parts import Key, messages
@@ -43,9 +42,7 @@ class Calibration:
 
     def simulated(self, run: RunConfig | None = None) -> Simulation:
         """One pass; of `run`, where it has the same chunks and other microbatches or another schedule."""
-        run = run or self.run
-        count, overlap = microbatches(run, self.world_size), run.pipeline.overlap_p2p
-        return simulate(schedule(layout_of(run), count, microbatch_group(run), overlap_p2p=overlap), self.costs)
+        return simulate_pass(run or self.run, self.world_size, self.costs)
 
     def bubble(self, simulation: Simulation) -> float:
         """Idle share of a simulated pass as a recording counts it: outside the runs themselves."""
@@ -66,11 +63,10 @@ def calibrate(recording: Recording, steps: Sequence[int]) -> Calibration:
         for step in chosen:
             found = sorted((s for s in record.spans if s.step == step), key=lambda span: span.begin)
             passes = [s for s in found if s.kind in (Kind.FORWARD, Kind.BACKWARD)]
-            waits = sum(s.end - s.begin for s in found if s.kind.is_wait and s.begin < passes[-1].end)
+            begin, end = passes[0].begin, passes[-1].end  # a later stage waits for its first microbatch before
+            waits = sum(s.end - s.begin for s in found if s.kind.is_wait and s.begin < end and s.end > begin)
             busy = sum(s.end - s.begin for s in passes)
-            # not the wait for the first microbatch, which comes before the first run of a later stage
-            early = sum(s.end - s.begin for s in found if s.kind.is_wait and s.end <= passes[0].begin)
-            left = passes[-1].end - passes[0].begin - busy - (waits - early)
+            left = end - begin - busy - waits
             inside, between = inside + busy, between + left
             for span in passes:
                 runs[span.chunk, span.backward].append(span.end - span.begin + left / len(passes))

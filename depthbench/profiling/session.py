@@ -127,6 +127,7 @@ class Session:
             tokens=self.tokens,
             spans=self.recorder.spans(self.offset),
         )
+        self.recorder.taken.clear()  # a job goes on
         save_rank(self.folder, record)
         if record.rank == 0:
             kernels = CUDA if torch.cuda.is_available() else CPU

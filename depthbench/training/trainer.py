@@ -17,6 +17,7 @@ from depthbench.checkpoint import tensors
 from depthbench.checkpoint.store import CheckpointWriter, load
 from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
+from depthbench.config.validate import microbatches
 from depthbench.data.corpus import blend
 from depthbench.data.evaluation import evaluation_set
 from depthbench.data.loader import Batch, SampleOrder, batches
@@ -145,10 +146,10 @@ class Trainer:
 
     def advance(self, stream: Iterator[Batch]) -> dict[str, float]:
         """The next optimizer step, recorded if the run's settings say so; what there is to report of it."""
-        count = self.run.train.global_batch // (self.run.train.micro_batch * self.context.dp_size)
+        count = microbatches(self.run, dist.get_world_size())
         with self.session.step(self.step + 1) if self.session else nullcontext():
-            microbatches = [next(stream) for _ in range(count)]  # kept until the update, for fault finding
-            values = self._update(microbatches)
+            batch = [next(stream) for _ in range(count)]  # kept until the update, for fault finding
+            values = self._update(batch)
         self.step += 1
         self.consumed += self.run.train.global_batch
         if self.session:

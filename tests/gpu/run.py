@@ -29,7 +29,7 @@ import torch
 from depthbench.checkpoint.folder import latest
 from depthbench.config.load import load_run
 from depthbench.paths import CONFIGS
-from depthbench.planning.memory import memory
+from depthbench.planning.memory import peak_memory
 from depthbench.profiling.events import Kind, load_recording
 from depthbench.residual import Residual
 from tests.checkpoint.reading import differing, read_checkpoint
@@ -267,8 +267,7 @@ def short_run(runner: Runner, scale: Scale, folder: Path, architecture: str) -> 
     if all("mfu" in line for line in settled):
         row.mfu = statistics.median(line["mfu"] for line in settled)
     row.peak_memory_gib = max(line["memory_gib"] for line in lines)
-    planned = memory(load_run("depthbench_400m", words), 1)
-    row.planned_memory_gib = max(rank.peak for rank in planned) / 2**30
+    row.planned_memory_gib = peak_memory(load_run("depthbench_400m", words), 1) / 2**30
     row.first_loss, row.last_loss = lines[0]["loss"], lines[-1]["loss"]
     shutil.rmtree(folder / architecture)  # some gigabytes of checkpoint
     return row

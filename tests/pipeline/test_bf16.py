@@ -8,10 +8,9 @@ import torch
 from depthbench.checkpoint.tensors import _owned
 from depthbench.config.schema import RunConfig
 from depthbench.training.optimizer import Optimizer
-from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
-from tests.models import Weights, assemble, load_model, model_pieces, reference_shape, small_run, start_model
-from tests.parallel.test_layouts import microbatches, sample, train_all
+from tests.models import assemble, reference_shape, small_run, start_model
+from tests.parallel.test_layouts import gradients, sample, train_all
 from tests.reference import random_weights, reference_loss
 
 INTERLEAVED = {"pipeline": 2, "virtual_pipeline": 2, "distributed_optimizer": True}
@@ -48,13 +47,6 @@ def test_weights_stay_their_masters(architecture: str, residual: dict[str, Any])
             assert losses == pytest.approx(expected, abs=1e-2)
 
 
-def gradients(rank: int, world_size: int, store: str, run: RunConfig, weights: Weights) -> Any:
-    model = start_model(rank, world_size, store, run)
-    load_model(model, weights)
-    run_microbatches(model, microbatches(run, 0, 0, 1), forward_only=False)
-    return model_pieces(model, "main_grad")
-
-
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [("block_attnres", {"sublayers_per_block": 1}), ("block_attnres", {"sublayers_per_block": 3}), ("moda", {})],
@@ -88,7 +80,7 @@ def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, option
         plain = {name: weight.detach() for name, weight in weights.items()}
         row = []
         for run in runs:
-            found = assemble(run_workers(2, gradients, run, plain))
+            found = assemble([pieces for *_, pieces in run_workers(2, gradients, run, plain)])
             wrong = [
                 float((found[n].double() - w.grad).square().sum() / w.grad.square().sum())
                 for n, w in weights.items()
