@@ -9,7 +9,6 @@ from torch import nn
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 from depthbench.residual import Residual
-from depthbench.residual.pre_ln import PreLN
 
 from .reading import Weights
 
@@ -21,11 +20,6 @@ _BACKBONE = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
-}
-_LLAMA_NORMS = {
-    "attention_residual.norm.weight": "input_layernorm.weight",
-    "mlp_residual.norm.weight": "post_attention_layernorm.weight",
-    "readout.norm.weight": "norm.weight",
 }
 
 
@@ -45,12 +39,12 @@ class Exported:
 
 def is_llama(run: RunConfig, residual: Residual) -> bool:
     """Whether transformers' own Llama computes the same function. It refuses a width that heads do not divide."""
-    return type(residual) is PreLN and run.model.hidden_size % run.model.num_attention_heads == 0
+    return residual.llama_names is not None and run.model.hidden_size % run.model.num_attention_heads == 0
 
 
 def exported_tensors(run: RunConfig, residual: Residual, dtype: torch.dtype) -> list[Exported]:
     """What an export of the run holds, in depth order, stored as `dtype`; in float32 what training keeps there."""
-    own = _LLAMA_NORMS if is_llama(run, residual) else {}
+    own = (residual.llama_names or {}) if is_llama(run, residual) else {}
     model, size = run.model, run.model.head_size
     width, inner = model.hidden_size, model.ffn_hidden_size
     heads, kv_heads = model.num_attention_heads * size, model.kv_heads * size

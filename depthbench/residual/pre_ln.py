@@ -37,6 +37,11 @@ class PreLNConnection(Connection):
 class PreLN(HiddenResidual, name="pre_ln"):
     Config = PreLNConfig
     config: PreLNConfig
+    llama_names = {  # noqa: RUF012
+        "attention_residual.norm.weight": "input_layernorm.weight",
+        "mlp_residual.norm.weight": "post_attention_layernorm.weight",
+        "readout.norm.weight": "norm.weight",
+    }
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return PreLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)

@@ -109,6 +109,9 @@ class Residual(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type]
+    llama_names: ClassVar[Mapping[str, str] | None] = None
+    """Where transformers' own Llama computes the same function: what it calls this architecture's parameters (block and
+    model prefixes apart). Its norms have one eps, `config.norm_eps`."""
     registry: ClassVar[dict[str, type["Residual"]]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ class DepthBenchConfig(PretrainedConfig):
 
     def __init__(
         self,
-        residual_architecture: str = "pre_ln",
+        residual_architecture: str = "",
         residual: dict[str, Any] | None = None,
         vocab_size: int = 32000,
         hidden_size: int = 1024,
