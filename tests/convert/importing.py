@@ -63,7 +63,8 @@ def change(folder: Path, **settings: Any) -> None:
     """Overwrite keys of its config.json; None removes one."""
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **settings}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    removed = {key for key, value in settings.items() if value is None}
+    file.write_text(json.dumps({key: value for key, value in config.items() if key not in removed}))
 
 
 @torch.no_grad()
