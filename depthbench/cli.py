@@ -102,7 +102,7 @@ VERBS: dict[str, Verb] = {
     "train": ("train a run, or resume it", _train_arguments, _train),
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
-    "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
+    "convert": ("checkpoints to Hugging Face models and back, checked", _convert_arguments, _convert),
 }
 
 
