@@ -6,18 +6,13 @@ The model is random: 24 blocks of width 128, weights as a run draws them but for
 the trainer's, in float32, at 256 random tokens; a difference is the largest, over Pre-LN's largest logit.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from make_reference import replaced
 
 from depthbench.config.load import typed
 from depthbench.convert.huggingface import pre_ln
@@ -29,6 +24,11 @@ from depthbench.model.config import ModelConfig
 from depthbench.model.init import generator_for
 from depthbench.paths import CONFIGS
 from depthbench.residual.parameters import truncated_normal
+
+if TYPE_CHECKING:
+    from docs.make_reference import replaced
+else:  # as a script, this folder is on the path
+    from make_reference import replaced
 
 PAGE = Path(__file__).with_name("import.md")
 BEGIN = "<!-- begin generated: python docs/make_import.py -->"

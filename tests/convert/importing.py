@@ -40,9 +40,9 @@ ROPE: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def llama(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **settings: Any) -> Path:
     """A random Llama (a Mistral where there is a `sliding_window`) in `folder`, weights far from initial ones."""
-    kind = (MistralConfig, MistralForCausalLM) if "sliding_window" in settings else (LlamaConfig, LlamaForCausalLM)
+    kind: Any = (MistralConfig, MistralForCausalLM) if "sliding_window" in settings else (LlamaConfig, LlamaForCausalLM)
     torch.manual_seed(0)
-    model = kind[1](kind[0](**{**SHAPE, **settings}))
+    model: Any = kind[1](kind[0](**{**SHAPE, **settings}))
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.05)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)

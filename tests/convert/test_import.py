@@ -89,7 +89,7 @@ def wrong_block() -> None:
     def wrong(self: Weights, name: str, *rest: Any) -> torch.Tensor:
         return read(self, name, *rest) * (1.2 if name == "blocks.2.mlp.down.weight" else 1)
 
-    verify_import.Weights.read = wrong  # type: ignore[method-assign]
+    verify_import.Weights.read = wrong  # type: ignore[method-assign,assignment]
 
 
 def test_verification_sees_what_is_wrong(tmp_path: Path) -> None:
