@@ -107,7 +107,7 @@ REFUSED = [
     ("parallel.sequence=2", "parallel.sequence=2: Input should be a valid boolean"),
     ("optimizer.lr=fast", "optimizer.lr='fast': Input should be a valid number"),
     ("train.precision=bf17", "train.precision='bf17': Input should be 'bf16', 'reference', 'fp32' or 'fp64'"),
-    ("model.rope_scaling.kind=cubic", "model.rope_scaling.kind='cubic': Input should be 'linear', 'ntk' or 'yarn'"),
+    ("model.rope_scaling.kind=cubic", "model.rope_scaling.kind='cubic': Input should be 'linear', 'ntk', 'yarn' or "),
     ("residual.num_blocks=few", "residual.num_blocks='few': Input should be a valid integer"),
     ("residual.architecture=3", "residual.architecture: no residual architecture '3'"),
     ("data.train=corpus", "data.train='corpus': Input should be a valid list"),

@@ -101,3 +101,13 @@ def test_yarn_bounds_against_transformers(fast: float, slow: float) -> None:
     bounds = {"beta_fast": fast, "beta_slow": slow, "original_max_position_embeddings": LENGTH}
     wanted, _ = from_transformers("yarn", 4 * LENGTH, factor=4.0, **bounds)
     torch.testing.assert_close(ours.float(), wanted, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 4.0), (0.5, 32.0)])
+def test_llama3_against_transformers(low: float, high: float) -> None:
+    scaling = RopeScaling("llama3", 8.0, LENGTH, low_freq_factor=low, high_freq_factor=high)
+    ours, scale = inverse_frequencies(64, 10000.0, scaling)
+    bounds = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": LENGTH}
+    wanted, _ = from_transformers("llama3", 8 * LENGTH, factor=8.0, **bounds)
+    torch.testing.assert_close(ours.float(), wanted, rtol=2e-6, atol=0)
+    assert scale == 1.0

@@ -9,7 +9,7 @@ class DepthBenchConfig(PretrainedConfig):
     """A Llama-like decoder (bias-free, SwiGLU, RoPE, grouped queries) whose residual connection is one of depthbench's.
 
     residual_architecture: its name. residual: its settings, as in a run's YAML.
-    position_scaling: null, or `kind` (linear, ntk, yarn), `factor`, `original_sequence_length`, `beta_fast` and
+    position_scaling: null, or `kind` (linear, ntk, yarn, llama3), `factor`, `original_sequence_length`, `beta_fast` and
         `beta_slow`. Not called `rope_scaling`, which transformers rewrites, differently from version to version.
     """
 
