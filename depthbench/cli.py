@@ -83,6 +83,18 @@ def _profile(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _runs_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.logs import runs_command
+
+    runs_command.add_arguments(parser)
+
+
+def _runs(args: argparse.Namespace) -> int:
+    from depthbench.logs import runs_command
+
+    return runs_command.run(args)
+
+
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     from depthbench.convert import command
 
@@ -102,6 +114,7 @@ VERBS: dict[str, Verb] = {
     "train": ("train a run, or resume it", _train_arguments, _train),
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
+    "runs": ("list run folders: state, step, loss, speed, time left, reason of failure", _runs_arguments, _runs),
     "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
 }
 
@@ -120,7 +133,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             name,
             help=text,
-            description=DESCRIPTION if name not in ("prepare", "convert") else text,
+            description=DESCRIPTION if name not in ("prepare", "runs", "convert") else text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == verb:
