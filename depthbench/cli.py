@@ -95,6 +95,18 @@ def _convert(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.evaluation import command
+
+    command.add_arguments(parser)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from depthbench.evaluation import command
+
+    return command.run(args)
+
+
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 VERBS: dict[str, Verb] = {
@@ -103,6 +115,7 @@ VERBS: dict[str, Verb] = {
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
     "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
+    "evaluate": ("run lm-evaluation-harness tasks and the domain NLL on an export", _evaluate_arguments, _evaluate),
 }
 
 
@@ -120,7 +133,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(
             name,
             help=text,
-            description=DESCRIPTION if name not in ("prepare", "convert") else text,
+            description=DESCRIPTION if name not in ("prepare", "convert", "evaluate") else text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == verb:
