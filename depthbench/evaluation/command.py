@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from depthbench.errors import UserError
 
@@ -51,39 +51,31 @@ def run(args: argparse.Namespace) -> int:
         _need("lm_eval", "accelerate")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from .export import load
+    from .export import load, read_config
 
-    sources = _sources(args.data, domain)
+    read_config(args.export)  # first, as the data and the harness's tasks may take minutes to come
+    sets = _sets(domain, args.data, args.limit)
+    if tasks:
+        from .harness import find_tasks, run_tasks
+
+        manager = find_tasks(tasks, args.include_path)
     model = load(args.export, args.device, args.dtype, args.max_length)
+    settings = {"max_length": model.max_length, "limit": args.limit, "batch_size": args.batch_size}
     result: dict[str, Any] = {
         "model": model.provenance.as_dict(),
-        "settings": {
-            "max_length": model.max_length,
-            "limit": args.limit,
-            "batch_size": args.batch_size,
-            "device": args.device,
-        },
+        "settings": {**settings, "device": args.device},
         "packages": {name: version(name) for name in ("depthbench", "torch", "transformers")},
     }
     samples: dict[str, list[dict[str, Any]]] = {}
     if domain:
         from .domain_nll import domain_nll
 
-        with _bar() as bar:
-            bars: dict[str, Any] = {}
-
-            def advance(task: str, more: int, total: int) -> None:
-                if task not in bars:
-                    bars[task] = bar.add_task(task, total=total)
-                bar.advance(bars[task], more)
-
-            scored = domain_nll(model, sources, batch_size=args.batch_size, limit=args.limit, advance=advance)
+        with _Bars() as bars:
+            scored = domain_nll(model, sets, batch_size=args.batch_size, advance=bars.advance_named)
         result["domain_nll"] = scored.as_dict()
         samples |= {f"domain_{name}": records for name, records in scored.sample_records().items()}
     if tasks:
-        from .harness import run_tasks
-
-        ran = run_tasks(model, tasks, args.include_path, batch_size=args.batch_size, limit=args.limit)
+        ran = run_tasks(model, tasks, manager, batch_size=args.batch_size, limit=args.limit)
         result["harness"] = ran.as_dict()
         samples |= ran.samples
     _write(args, result, samples)
@@ -127,20 +119,28 @@ def _need(*packages: str) -> None:
         raise UserError(f'{", ".join(absent)} is not installed: pip install "depthbench[eval]"')
 
 
-def _sources(data: Path | None, names: list[str]) -> dict[str, Path | None]:
+def _sets(names: list[str], data: Path | None, limit: int | None) -> list[Any]:
+    if not names:
+        return []
     from .domain import TASKS
+    from .rows import read_sets
 
-    if data is None or not names:
-        return dict.fromkeys(names)
-    from .rows import find_sources
-
-    return {**find_sources(data, [TASKS[name] for name in names])}
+    return list(read_sets([TASKS[name] for name in names], data, limit))
 
 
-def _bar() -> Progress:
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+class _Bars(Progress):
+    """A bar a task, on a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(file=sys.stderr)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._named: dict[str, TaskID] = {}
+
+    def advance_named(self, name: str, total: int, more: int) -> None:
+        if name not in self._named:
+            self._named[name] = self.add_task(name, total=total)
+        self.advance(self._named[name], more)
 
 
 def _write(args: argparse.Namespace, result: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> None:

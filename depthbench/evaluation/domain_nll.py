@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from depthbench.errors import UserError
 
-from .domain import CATEGORIES, TASKS, DomainTask, Row
+from .domain import CATEGORIES, TASKS, DomainTask
 from .export import Evaluated
 from .nll import Sample, make_sample, score
-from .rows import read_rows
+from .rows import TaskRows
 
-Advance = Callable[[str, int, int], None]  # a task, how many of its samples more, of how many
+Advance = Callable[[str, int, int], None]  # a task, how many samples it has, how many more are scored
 
 
 @dataclass(frozen=True)
@@ -84,36 +84,23 @@ def _pooled(parts: list[TaskNLL]) -> dict[str, Any]:
 
 
 def domain_nll(
-    model: Evaluated,
-    sources: dict[str, Path | None],
-    *,
-    batch_size: int,
-    limit: int | None = None,
-    advance: Advance = lambda task, more, total: None,
+    model: Evaluated, sets: list[TaskRows], *, batch_size: int, advance: Advance = lambda task, total, more: None
 ) -> DomainNLL:
-    """Score the tasks that `sources` names, each from its file, or from the hub where that is None.
-
-    Every set is read and tokenized before the first is scored. limit: rows of each. Raises UserError as `read_rows`.
-    """
-    read = {name: read_rows(TASKS[name], source, limit) for name, source in sources.items()}
-    prepared = {name: _samples(model, TASKS[name], rows) for name, rows in read.items()}
-    found = []
-    for name, samples in prepared.items():
-
-        def scored(count: int, name: str = name, total: int = len(samples)) -> None:
-            advance(name, count, total)
-
-        source = sources[name]
-        nll = score(model.model, samples, batch_size, scored)
-        found.append(TaskNLL(TASKS[name], str(source) if source else TASKS[name].dataset, samples, nll))
-    return DomainNLL(found)
+    """Score every row of `sets`. All are tokenized before the first is scored. Raises UserError for a row without a
+    context."""
+    prepared = [_samples(model, found) for found in sets]
+    tasks = []
+    for found, samples in zip(sets, prepared, strict=True):
+        scored = partial(advance, found.task.name, len(samples))
+        tasks.append(TaskNLL(found.task, found.place, samples, score(model.model, samples, batch_size, scored)))
+    return DomainNLL(tasks)
 
 
-def _samples(model: Evaluated, task: DomainTask, rows: list[Row]) -> list[Sample]:
+def _samples(model: Evaluated, found: TaskRows) -> list[Sample]:
     samples = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(found.rows):
         try:
-            samples.append(make_sample(model.tokenizer, *task.pair(row), model.max_length))
+            samples.append(make_sample(model.tokenizer, *found.task.pair(row), model.max_length))
         except UserError as error:
-            raise UserError(f"{task.name} row {number}: {error}") from error
+            raise UserError(f"{found.place} row {number}: {error}") from error
     return samples

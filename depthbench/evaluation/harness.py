@@ -1,14 +1,16 @@
 """Tasks of lm-evaluation-harness, run by its own interface on the model that is loaded already."""
 
+import contextlib
 import difflib
 import logging
+import os
+import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import datasets.config
-import huggingface_hub.constants
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -17,6 +19,7 @@ from depthbench.errors import UserError
 
 from .export import Evaluated
 
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
 _BOOTSTRAPS = 1000  # of errors that have no closed form; the harness's own 100,000 take minutes
 
 
@@ -56,9 +59,10 @@ class _Model(HFLM):
 
 
 def find_tasks(names: list[str], include: Path | None) -> TaskManager:
-    """A manager that knows all of `names`: YAML tasks in the folder `include`, or else the harness's own as well.
+    """A manager of all of `names`, tasks, groups or tags: those of YAML files under `include`, and the harness's own.
 
-    Raises UserError naming those it does not know, and the nearest names.
+    Each is loaded once, which fetches its data. Raises UserError for a name that is not known (with the nearest), for
+    a task whose data cannot be had, and for one that runs what the model writes.
     """
     if include and not include.is_dir():
         raise UserError(f"--include-path={include} is no folder")
@@ -67,50 +71,48 @@ def find_tasks(names: list[str], include: Path | None) -> TaskManager:
         manager = TaskManager(include_path=include)  # reads some ten thousand files
     for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks)
+            near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
             raise UserError(
-                f"lm-evaluation-harness has no task {name!r}; nearest: {', '.join(near) or 'none'}. "
+                f"lm-evaluation-harness has no task {name!r}; nearest: {near}. "
                 "Tasks of your own: --include-path FOLDER with their YAML files"
+            )
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # each task's own code, the data sets' and the hub client's
+            offline = " offline" if HF_HUB_OFFLINE else ""
+            raise UserError(
+                f"task {name} cannot be loaded{offline}: {type(error).__name__}: {error}. Its data must be in the "
+                "cache of `datasets` (load it once where there is a network; HF_HOME says where the cache is), or name "
+                "local files in a YAML task of your own (--include-path)"
+            ) from error
+        if unsafe := [task for task, held in loaded["tasks"].items() if getattr(held, "UNSAFE_CODE", False)]:
+            raise UserError(
+                f"task {unsafe[0]} runs the programs that the model writes, which this command does not do: leave it "
+                "out, or call lm_eval itself in a sandbox"
             )
     return manager
 
 
 def run_tasks(
-    model: Evaluated, names: list[str], include: Path | None, *, batch_size: int, limit: int | None = None
+    model: Evaluated, names: list[str], manager: TaskManager, *, batch_size: int, limit: int | None = None
 ) -> HarnessResults:
-    """Run tasks, groups or tags.
+    """Run what `find_tasks` found.
 
-    Log-probabilities are in float32 at least. limit: rows of each task. Raises UserError for a task that is not known,
-    whose data cannot be had, or whose continuation is longer than the model takes.
+    Log-probabilities are in float32 at least. limit: rows of each task. Raises UserError where a continuation is
+    longer than the model takes.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = find_tasks(names, include)
-    for name in names:
-        _check_data(manager, name)
-    half = model.model.dtype.itemsize < 4
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness would fork this process to estimate errors
     harness = _Model(
         pretrained=model.model,
         tokenizer=model.tokenizer,
         batch_size=batch_size,
         max_length=model.max_length,
-        softmax_dtype="float32" if half else None,
+        softmax_dtype="float32" if model.model.dtype.itemsize < 4 else None,
     )
-    found = simple_evaluate(
-        harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # it prints now and then
+        found = simple_evaluate(
+            harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True
+        )
     assert found is not None  # None on ranks other than the first alone
     rows = {name: count["effective"] for name, count in found["n-samples"].items()}
     return HarnessResults(found["results"], rows, found["samples"], harness.cut)
-
-
-def _check_data(manager: TaskManager, name: str) -> None:
-    """Load the task, which fetches its data."""
-    try:
-        manager.load([name])
-    except Exception as error:  # each task's own code, the data sets' and the hub client's
-        offline = huggingface_hub.constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
-        raise UserError(
-            f"task {name} cannot be loaded{' offline' if offline else ''}: {type(error).__name__}: {error}. Its data "
-            "must be in the cache of `datasets` (load it once where there is a network; HF_HOME says where the cache "
-            "is), or name local files in a YAML task of your own (--include-path)"
-        ) from error

@@ -7,9 +7,10 @@ from rich.table import Table
 
 def domain_table(found: dict[str, Any]) -> Table:
     """found: `DomainNLL.as_dict`."""
-    table = Table(title="domain NLL", title_justify="left")
+    caption = "a category: the mean of its tasks" if found["categories"] else None
+    table = Table(title="domain NLL", caption=caption, title_justify="left", caption_justify="left")
     table.add_column("task")
-    for heading in ("samples", "tokens", "NLL/token", "bits/byte", "cut: context", "target"):
+    for heading in ("samples", "tokens", "NLL/token", "bits/byte", "context cut", "target cut"):
         table.add_column(heading, justify="right")
 
     def measures(row: dict[str, Any]) -> tuple[str, str]:
@@ -24,13 +25,17 @@ def domain_table(found: dict[str, Any]) -> Table:
     if found["categories"]:
         table.add_section()
     for name, row in found["categories"].items():
-        table.add_row(f"mean, {name}", "", "", *measures(row))
+        table.add_row(name, "", "", *measures(row))
     return table
 
 
 def harness_table(found: dict[str, Any]) -> Table:
     """found: `HarnessResults.as_dict`."""
-    table = Table(title=f"lm-evaluation-harness {found['lm_eval']}", title_justify="left")
+    cut = found["requests_with_context_cut"]
+    caption = f"{cut:,} requests had their context cut to the model's length" if cut else None
+    table = Table(
+        title=f"lm-evaluation-harness {found['lm_eval']}", caption=caption, title_justify="left", caption_justify="left"
+    )
     table.add_column("task")
     table.add_column("rows", justify="right")
     table.add_column("metric")

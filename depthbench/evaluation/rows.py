@@ -1,6 +1,7 @@
 """The rows of a domain task: from a local file or folder of its name, or from the hub."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,26 @@ from .domain import DomainTask, Row
 _SUFFIXES = (".jsonl", ".parquet", "")  # none: a folder that `datasets` saved
 
 
-def find_sources(folder: Path, tasks: list[DomainTask]) -> dict[str, Path]:
-    """Each task's file under `folder`. Raises UserError naming every task that has none, and what was looked for."""
+@dataclass(frozen=True)
+class TaskRows:
+    """place: the file, or the hub's name. rows: with all fields that the task needs."""
+
+    task: DomainTask
+    place: str
+    rows: list[Row]
+
+
+def read_sets(tasks: list[DomainTask], folder: Path | None, limit: int | None) -> list[TaskRows]:
+    """The first `limit` rows of each task, from its file under `folder`, or from the hub where that is None.
+
+    Raises UserError for a set that cannot be had or read, that is empty, or that has a row without a field.
+    """
+    sources = _find(folder, tasks) if folder else dict.fromkeys(task.name for task in tasks)
+    return [_read(task, sources[task.name], limit) for task in tasks]
+
+
+def _find(folder: Path, tasks: list[DomainTask]) -> dict[str, Path | None]:
+    """Each task's file. Raises UserError naming every task that has none, and what was looked for."""
     if not folder.is_dir():
         raise UserError(f"--data={folder} is no folder")
     places = {task.name: [folder / f"{task.name}{suffix}" for suffix in _SUFFIXES] for task in tasks}
@@ -24,17 +43,13 @@ def find_sources(folder: Path, tasks: list[DomainTask]) -> dict[str, Path]:
     missing = [name for name, path in found.items() if path is None]
     if missing:
         looked = "; ".join(f"{name}: {', '.join(path.name for path in places[name])}" for name in missing)
-        have = [name for name in found if name not in missing]
-        rest = f", or give --domain-nll {','.join(have)}" if have else ""
+        have = ",".join(name for name in found if name not in missing)
+        rest = f", or give --domain-nll {have}" if have else ""
         raise UserError(f"{folder} lacks {len(missing)} of {len(tasks)} tasks (looked for {looked}); add them{rest}")
-    return {name: path for name, path in found.items() if path}
+    return found
 
 
-def read_rows(task: DomainTask, source: Path | None, limit: int | None) -> list[Row]:
-    """The first `limit` rows of `source`, or of the hub's set where it is None, with all fields that the task needs.
-
-    Raises UserError for a set that cannot be had or read, that is empty, or that has a row without a field.
-    """
+def _read(task: DomainTask, source: Path | None, limit: int | None) -> TaskRows:
     place = str(source) if source else task.dataset
     rows = _local(task, source) if source else _hub(task)
     if not rows:
@@ -49,7 +64,7 @@ def read_rows(task: DomainTask, source: Path | None, limit: int | None) -> list[
                     f"{place} row {number} has {said}; {task.name} needs {', '.join(task.fields)}, "
                     f"the row has {', '.join(row)}"
                 )
-    return rows
+    return TaskRows(task, place, rows)
 
 
 def _local(task: DomainTask, source: Path) -> list[Row]:
