@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from depthbench.checkpoint.folder import find
 from depthbench.errors import UserError
@@ -96,6 +94,9 @@ def load(folder: Path, device: str, dtype: str | None, max_length: int | None) -
     dtype: a name of torch's; None keeps the files'. Raises UserError for a folder that is no model or is not whole,
     a device that is not there, and as `cap`.
     """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # seconds, which refusals need not wait for
+    from transformers.utils import logging
+
     config = read_config(folder)
     length = cap(config, max_length)
     if device == "cuda" and not torch.cuda.is_available():

