@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="TASK,...", help="of lm-evaluation-harness: its own, or --include-path's")
     parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="YAML files of tasks of your own")
     parser.add_argument(
-        "--domain-nll", nargs="?", const=ALL, metavar="TASK,...", help="the six-task NLL (default: all six)"
+        "--domain-nll",
+        nargs="?",
+        const=ALL,
+        metavar="TASK,...",
+        help="after EXPORT: the six-task NLL (default: all six)",
     )
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="local files of the six (default: from the hub)")
     parser.add_argument("--limit", type=int, metavar="N", help="rows of each task (default: all)")
@@ -34,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights (default: the files')"
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON (default: print it, no tables)"
+        "--json", nargs="?", const="-", metavar="FILE", help="after EXPORT: write JSON (default: print it, no tables)"
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="results.json and every sample's record")
 

@@ -25,7 +25,8 @@ LONG = [{"question": "Why?", "answer": "so " * 700}]
 
 
 def write_tasks(folder: Path) -> Path:
-    """Five tasks: of choices, of whole texts, of a generation, of an answer that is too long, of data on the hub."""
+    """Tasks of choices, of whole texts, of a generation, of an answer that is too long, with data on the hub, and one
+    that would run what the model writes."""
     base: dict[str, Any] = {"dataset_path": "json", "test_split": "test"}
 
     def task(name: str, rows: list[dict[str, Any]], **settings: Any) -> None:
@@ -47,6 +48,7 @@ def write_tasks(folder: Path) -> Path:
     task("away", [], doc_to_text=question, doc_to_target="{{answer}}", **one)
     away = yaml.safe_load((folder / "away.yaml").read_text())
     (folder / "away.yaml").write_text(yaml.safe_dump({**away, "dataset_path": "someone/away", "dataset_kwargs": {}}))
+    task("unsafe", ROWS["sciq"], doc_to_text=question, unsafe_code=True, **choices)
     if NEOX:
         held = Path(NEOX).parents[1] / "hf_datasets/sciq/none/validation/data-00000-of-00001.arrow"
         data = {"dataset_path": "arrow", "dataset_kwargs": {"data_files": {"test": str(held)}}, "test_split": "test"}
@@ -81,7 +83,7 @@ def said(exports: dict[str, Path], folder: Path) -> dict[str, Answer]:
         }
     words = [str(exports["pre_ln"]), *local, "--tasks"]
     jobs["short"] = {"evaluate": [*words, "choices", "--max-length", "24", "--limit", "1"]}
-    for name in ("long", "away"):
+    for name in ("long", "away", "unsafe"):
         jobs[name] = {"evaluate": [*words, name]}
     if NEOX:
         jobs["real"] = {"evaluate": [*words, "real", "--limit", "8", "--json"]}
@@ -128,6 +130,11 @@ def test_what_does_not_fit(said: dict[str, Answer]) -> None:
     assert "4 requests had their context cut" in said["short"]["out"]
     assert said["long"]["code"] == 2
     assert f"{POSITIONS} is the most that the model may be given" in said["long"]["err"]
+
+
+def test_programs_are_not_run(said: dict[str, Answer]) -> None:
+    assert said["unsafe"]["code"] == 2
+    assert "task unsafe runs the programs that the model writes" in said["unsafe"]["err"]
 
 
 def test_data_that_cannot_be_had(said: dict[str, Answer]) -> None:
