@@ -42,6 +42,7 @@ setup(
     extras_require={
         "wandb": ["wandb"],
         "convert": ["transformers>=4.57"],
+        "eval": ["lm-eval>=0.4.13,<0.5", "accelerate", "transformers>=4.57"],
         "dev": [
             "setuptools>=70.1",
             "pytest",
