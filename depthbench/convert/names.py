@@ -8,6 +8,7 @@ from torch import nn
 
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
+from depthbench.model.config import ModelConfig
 from depthbench.residual import Residual
 
 from .reading import Weights
@@ -44,8 +45,13 @@ def is_llama(run: RunConfig, residual: Residual) -> bool:
 
 def exported_tensors(run: RunConfig, residual: Residual, dtype: torch.dtype) -> list[Exported]:
     """What an export of the run holds, in depth order, stored as `dtype`; in float32 what training keeps there."""
-    own = (residual.llama_names or {}) if is_llama(run, residual) else {}
-    model, size = run.model, run.model.head_size
+    return named_tensors(run.model, residual, dtype, is_llama(run, residual))
+
+
+def named_tensors(model: ModelConfig, residual: Residual, dtype: torch.dtype, llama: bool) -> list[Exported]:
+    """A model's tensors as `exported_tensors`. llama: under the names of transformers' own Llama."""
+    own = (residual.llama_names or {}) if llama else {}
+    size = model.head_size
     width, inner = model.hidden_size, model.ffn_hidden_size
     heads, kv_heads = model.num_attention_heads * size, model.kv_heads * size
     shapes = {
