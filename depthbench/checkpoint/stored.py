@@ -1,4 +1,4 @@
-"""Tensors of a torch distributed checkpoint, read whole and one at a time, whoever wrote it. No process group needed."""
+"""Tensors of a torch distributed checkpoint, read whole and one at a time, whoever wrote it, without process group."""
 
 import io
 import pickle

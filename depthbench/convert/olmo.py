@@ -16,7 +16,6 @@ from torch import Tensor
 
 from depthbench.checkpoint.stored import StoredTensors
 from depthbench.errors import UserError
-from depthbench.residual import Residual
 
 from .olmo_config import OlmoModel, read_model
 from .olmo_names import OlmoTensor, check_tensors, olmo_tensors
@@ -116,9 +115,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _residual_config(said: OlmoModel, given: Mapping[str, Any]) -> Any:
     unknown = given.keys() - said.unsaid.keys()
     if unknown:
-        raise UserError(
-            f"residual.{min(unknown)}: the checkpoint's config.json says it; only {list(said.unsaid)} can be given"
-        )
+        free = ", ".join(said.unsaid) or "nothing"
+        raise UserError(f"residual.{min(unknown)} is said by the checkpoint's config.json; what can be given: {free}")
     for name, value in given.items():
         if value not in said.unsaid[name]:
             raise UserError(f"residual.{name}={value} must be one of {', '.join(map(str, said.unsaid[name]))}")

@@ -131,8 +131,8 @@ def read_model(config: Mapping[str, Any], where: str) -> OlmoModel:
     keys = {f"block.{key}" for key in (*form.free, *(s.key for s in form.settings.values()))}
     _check(found, _fixed(form), {"block.name", *SHAPE.values(), *EPS, *FREE, *keys}, where)
     _check_overrides(tree["block"], overrides, where)
-    shape = {ours: found.get(theirs) for ours, theirs in SHAPE.items() if ours not in OPTIONAL or theirs in found}
-    missing = [f"model.{SHAPE[ours]}" for ours, value in shape.items() if value is None and ours not in OPTIONAL]
+    shape: dict[str, Any] = {ours: found[theirs] for ours, theirs in SHAPE.items() if found.get(theirs) is not None}
+    missing = [f"model.{theirs}" for ours, theirs in SHAPE.items() if ours not in shape and ours not in OPTIONAL]
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}")
     eps, final = (found.get(key, DEFAULT_EPS) for key in EPS)
@@ -154,9 +154,7 @@ def _architecture(found: Mapping[str, Any], where: str) -> tuple[type[Residual],
             if value is not None and (values is None or value in values):
                 return cls, form
     if block not in known:
-        raise UserError(
-            f"{where}: no architecture of depthbench has the block type {block!r}; known: {', '.join(known)}"
-        )
+        raise UserError(f"{where}: the block type {block!r} is not supported; there are {', '.join(known)}")
     return known[block]
 
 
@@ -236,17 +234,10 @@ def write_model(model: ModelConfig, residual: Residual, dtype: str) -> dict[str,
     leaves |= dict.fromkeys(EPS, eps.pop())
     for name, setting in form.settings.items():
         value = getattr(residual, setting.in_effect) if setting.in_effect else getattr(residual.config, name)
-        back = {ours: theirs for theirs, ours in reversed((setting.values or {}).items())}
-        leaves[f"block.{setting.key}"] = back.get(value, value)
-    places = (
-        "",
-        "block.sequence_mixer.",
-        "block.feed_forward.",
-        "block.layer_norm.",
-        "lm_head.",
-        "lm_head.layer_norm.",
-    )
-    leaves |= {f"{place}dtype": dtype for place in places}
+        called = (theirs for theirs, ours in (setting.values or {}).items() if ours == value)
+        leaves[f"block.{setting.key}"] = next(called, value)
+    of = ("", "block.sequence_mixer.", "block.feed_forward.", "block.layer_norm.", "lm_head.", "lm_head.layer_norm.")
+    leaves |= {f"{place}dtype": dtype for place in of}
     leaves |= {"init_method": form.init}
     tree = nested({key: value for key, value in leaves.items() if value is not None})
     if form.last_block:

@@ -1,7 +1,6 @@
 """A checkpoint's logical tensors, read whole and one at a time, whatever layout saved them. No process group needed."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor

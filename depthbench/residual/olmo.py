@@ -2,7 +2,6 @@
 and writes them by these declarations alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ class OlmoSetting(NamedTuple):
     in_effect: str | None = None
 
 
-@dataclass(frozen=True)
-class OlmoFormat:
+class OlmoFormat(NamedTuple):
     """One architecture there. Keys are dotted, under `model.block`; parameters are named without the block's prefix.
 
     blocks: names of the block type; the first is written. former: a key, and its values (None: any), by which configs
