@@ -1,60 +1,29 @@
-"""`depthbench convert export CHECKPOINT OUT`: a checkpoint to a folder that Hugging Face's transformers loads."""
+"""`depthbench convert export CHECKPOINT OUT` and `depthbench convert import SOURCE OUT`."""
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
 from depthbench.errors import UserError
+
+from . import export_command, import_command
+
+ACTIONS = {
+    "export": ("write a checkpoint as a Hugging Face model", export_command),
+    "import": ("write a Hugging Face model as a checkpoint to train from", import_command),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to `parser`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    export = actions.add_parser("export", help="write a checkpoint as a Hugging Face model")
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's (the newest)")
-    export.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must be empty or not exist")
-    export.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="of the weights (default: the checkpoint's); what training keeps in float32 stays there",
-    )
-    export.add_argument("--max-shard-size", default="1GB", metavar="SIZE", help="of a weight file (default: 1GB)")
-    export.add_argument("--overwrite", action="store_true", help="replace an export that is in OUT")
-    export.add_argument("--no-verify", action="store_true", help="do not run both models to compare them")
+    for name, (text, module) in ACTIONS.items():
+        module.add_arguments(actions.add_parser(name, help=text, description=text))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns 0, or 1 where the export does not compute what the checkpoint does; raises UserError
+    """Run the action. Returns 0, or 1 where what was written does not compute what its source does; raises UserError
     for what the user can mend."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: convert is one process; start it without torchrun")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything runs on the CPU, where float32 is float32
-
-    from .export import DTYPES, export
-    from .shards import parse_size
-
-    def warn(line: str) -> None:
-        print(f"warning: {line}", file=sys.stderr)
-
-    done = export(
-        args.checkpoint,
-        args.out,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
-        max_shard_bytes=parse_size(args.max_shard_size),
-        overwrite=args.overwrite,
-        warn=warn,
-    )
-    size = sum(tensor.bytes for tensor in done.tensors)
-    step = done.weights.checkpoint.step
-    print(f"wrote {done.folder}: {done.weights.run.architecture}, step {step}, {size / 1e9:.3f} GB", flush=True)
-    if args.no_verify:
-        return 0
-    from .verify import verify
-
-    found = verify(done)
-    if not found.equal:
-        print(f"depthbench: {found.describe()}. The files are kept in {done.folder}", file=sys.stderr)
-        return 1
-    print(found.describe())
-    return 0
+    return ACTIONS[args.action][1].run(args)

@@ -85,7 +85,7 @@ def export(
             (partial / name).write_text(text)
         name = str(dtype).removeprefix("torch.")
         (partial / "README.md").write_text(model_card(weights, name, remote_code=not llama))
-        _publish(partial, out)
+        publish(partial, out)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write the export to {out}: {error}; nothing is left there") from error
@@ -95,8 +95,9 @@ def export(
     return Export(out, weights, tensors, dtype, remote_code=not llama)
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """Raise UserError where `out` holds something that may not be replaced."""
+def check_out(out: Path, overwrite: bool, mark: str = "config.json", what: str = "export") -> None:
+    """Raise UserError where `out` holds something that may not be replaced: anything but an earlier `what`, by its
+    `mark`."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give the folder to write")
     held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
@@ -104,15 +105,16 @@ def check_out(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{out} is not empty ({len(held)} entries, {held[0]} first); give another, or --overwrite")
-    if "config.json" not in held:
-        raise UserError(f"{out} is not empty and no export (it has no config.json): --overwrite does not remove it")
+    if mark not in held:
+        raise UserError(f"{out} is not empty and no {what} (it has no {mark}): --overwrite does not remove it")
 
 
-def _publish(partial: Path, out: Path) -> None:
+def publish(partial: Path, out: Path) -> None:
+    """Give a folder that is whole its name."""
     if not out.exists():
         os.rename(partial, out)
         return
-    old = partial.with_name(partial.name.replace(".exporting-", ".replaced-", 1))
+    old = partial.with_name(f".replaced{partial.name}")
     os.rename(out, old)
     os.rename(partial, out)
     shutil.rmtree(old)

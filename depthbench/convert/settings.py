@@ -78,6 +78,12 @@ def _llama_rope(model: ModelConfig) -> dict[str, Any]:
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
         }
+    if scaling.kind == "llama3":
+        settings |= {
+            "original_max_position_embeddings": scaling.original_sequence_length,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
     return {"rope_theta": theta, "rope_scaling": settings}
 
 

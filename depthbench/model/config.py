@@ -45,6 +45,11 @@ class ModelConfig:
                 raise UserError(f"model.{name}={getattr(self, name)} must be above 0")
         if self.rope_scaling and not self.rope_scaling.factor >= 1:
             raise UserError(f"model.rope_scaling.factor={self.rope_scaling.factor} must be at least 1")
+        if self.rope_scaling and not self.rope_scaling.low_freq_factor < self.rope_scaling.high_freq_factor:
+            raise UserError(
+                f"model.rope_scaling.low_freq_factor={self.rope_scaling.low_freq_factor} must be below "
+                f"high_freq_factor={self.rope_scaling.high_freq_factor}"
+            )
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise UserError(

@@ -15,7 +15,7 @@ Source: arXiv 2603.15031 Eq. 2-6; DepthBench `attnres`. State: live `sum` [S, B,
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .depth_read import DepthRead, link
 from .norms import RMSNorm
 from .olmo import OlmoFormat, OlmoSetting
-from .protocol import Connection, Cost, Kept, Read, Residual, Shape
+from .protocol import Connection, Cost, Kept, Read, Residual, Shape, Upcycling
 from .state import DepthState, StateSpec, TensorSpec
 
 
@@ -38,10 +38,18 @@ class BlockAttnResConfig:
     key_norm: bool = True  # false: keys are the sources themselves, and there is no gain
     key_norm_eps: float = 1e-5
     read_norm_eps: float = 1e-5  # of the pre-norms that follow a depth read, and of the final norm
+    read_norm_eps_of_sum: bool = False  # true: meant for the sum of the sources; their mean gets it over N^2
     norm_eps: float = 1e-6  # of the pre-norm of sublayer 0
 
     def depth_read(self, sublayer: int, width: int, dtype: torch.dtype) -> DepthRead:
         return DepthRead(sublayer, width, self.key_norm_eps if self.key_norm else None, self.temperature, dtype)
+
+    def eps_at(self, sublayer: int, block_length: int) -> float:
+        """Of the norm that follows what `sublayer` (2L: the readout) reads."""
+        if sublayer == 0:
+            return self.norm_eps
+        num_sources = 1 + math.ceil(sublayer / block_length)
+        return self.read_norm_eps / num_sources**2 if self.read_norm_eps_of_sum else self.read_norm_eps
 
 
 class BlockAttnResConnection(Connection):
@@ -49,7 +57,7 @@ class BlockAttnResConnection(Connection):
         super().__init__()
         self.finished_block = (sublayer + 1) // block_length if (sublayer + 1) % block_length == 0 else None
         self.depth_read = cfg.depth_read(sublayer, width, dtype) if sublayer else None
-        self.norm = RMSNorm(width, cfg.read_norm_eps if sublayer else cfg.norm_eps, dtype)
+        self.norm = RMSNorm(width, cfg.eps_at(sublayer, block_length), dtype)
 
     def read(self, state: DepthState) -> Read:
         if self.depth_read is None:
@@ -65,10 +73,10 @@ class BlockAttnResConnection(Connection):
 
 
 class BlockAttnResReadout(nn.Module):
-    def __init__(self, sublayer: int, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype) -> None:
+    def __init__(self, sublayer: int, block_length: int, width: int, cfg: BlockAttnResConfig, dtype: torch.dtype):
         super().__init__()
         self.depth_read = cfg.depth_read(sublayer, width, dtype)
-        self.norm = RMSNorm(width, cfg.read_norm_eps, dtype)
+        self.norm = RMSNorm(width, cfg.eps_at(sublayer, block_length), dtype)
 
     def forward(self, state: DepthState) -> Tensor:
         normalised: Tensor = self.norm(self.depth_read.mix(state)[0])
@@ -113,7 +121,12 @@ class BlockAttnRes(Residual, name="block_attnres"):
         return BlockAttnResConnection(sublayer, self.block_length, self.shape.hidden_size, self.config, dtype)
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
-        return BlockAttnResReadout(self.shape.num_sublayers, self.shape.hidden_size, self.config, dtype)
+        shape = self.shape
+        return BlockAttnResReadout(shape.num_sublayers, self.block_length, shape.hidden_size, self.config, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        """With zero queries a read is the mean of sources whose sum is h, and a norm undoes the factor."""
+        return Upcycling(replace(self.config, norm_eps=norm_eps, read_norm_eps=norm_eps, read_norm_eps_of_sum=True))
 
     def share(self, readers: Mapping[int, Any]) -> None:
         """Groups of about sqrt(2L) reads, whole blocks each: fewest passes over sources where blocks are short."""

@@ -10,7 +10,7 @@ Source: Wang et al. 2022 (DeepNet, arXiv 2203.00555), decoder-only constants; De
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .hidden import HiddenResidual
 from .norms import LayerNorm
 from .olmo import OlmoFormat
-from .protocol import Connection, Kept, Read
+from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
 
 
@@ -48,6 +48,17 @@ class DeepNorm(HiddenResidual, name="deepnorm"):
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         alpha = (2 * self.shape.num_layers) ** 0.25
         return DeepNormConnection(alpha, self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(
+            replace(self.config, norm_eps=norm_eps),
+            "branches read h without a norm of their own, and h is enlarged and normalised after each; of the norms "
+            "only the final one is carried over",
+        )
+
+    def carried(self, sublayer: int, norm_D: Tensor) -> dict[str, Tensor]:
+        """Its norms lie elsewhere."""
+        return {"norm.weight": norm_D} if sublayer == self.shape.num_sublayers else {}
 
     def kept(self, sublayer: int) -> Kept:
         """A LayerNorm's input, in its own dtype."""

@@ -13,7 +13,7 @@ Source: arXiv 2409.19606; DepthBench `hc`. State: live `streams` [S, B, N, D], N
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .norms import RMSNorm
 from .olmo import OlmoFormat
 from .parameters import constant, fixed, residual_parameter
-from .protocol import Connection, Cost, Kept, Read
+from .protocol import Connection, Cost, Kept, Read, Upcycling
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
 from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
@@ -35,6 +35,7 @@ class HCConfig:
     num_streams: int = 4
     readout: Literal["sum_then_norm", "norm_then_sum"] = "sum_then_norm"
     norm_eps: float = 1e-6
+    readout_norm_eps: float | None = None  # of the final norm; null: norm_eps
     row_norm_eps: float = 1e-8
 
 
@@ -72,7 +73,7 @@ class HCReadout(nn.Module):
     def __init__(self, width: int, cfg: HCConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.sum_first = cfg.readout == "sum_then_norm"
-        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+        self.norm = RMSNorm(width, cfg.norm_eps if cfg.readout_norm_eps is None else cfg.readout_norm_eps, dtype)
 
     def forward(self, state: DepthState) -> Tensor:
         streams_SBND = state.live["streams"]
@@ -120,6 +121,15 @@ class HC(StreamResidual, name="hc"):
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
         return HCReadout(self.shape.hidden_size, self.config, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        """All streams stay equal to h; the readout's norm gets n of them."""
+        scale = self.config.num_streams if self.config.readout == "sum_then_norm" else 1
+        return Upcycling(replace(self.config, norm_eps=norm_eps, readout_norm_eps=norm_eps * scale**2))
+
+    def carried(self, sublayer: int, norm_D: Tensor) -> dict[str, Tensor]:
+        summed = sublayer == self.shape.num_sublayers and self.config.readout == "norm_then_sum"
+        return {"norm.weight": norm_D / self.config.num_streams if summed else norm_D}
 
     def num_parameters(self) -> int:
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers

@@ -8,7 +8,7 @@ Source: arXiv 2601.19895; DepthBench `keel`. State: live h [S, B, D].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .olmo import POST_NORMS, OlmoFormat
 from .pre_ln import PreLNConnection
-from .protocol import Connection, Kept, Read
+from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
 
 
@@ -47,6 +47,13 @@ class KEEL(HiddenResidual, name="keel"):
         if sublayer == 0:
             return PreLNConnection(width, self.config.norm_eps, dtype)
         return KEELConnection(1.0 if sublayer == 1 else self.shape.num_sublayers, width, self.config, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(
+            replace(self.config, norm_eps=norm_eps),
+            "h is multiplied by the depth and normalised, token by token, after every branch, which changes its share "
+            "of the sum",
+        )
 
     def kept(self, sublayer: int) -> Kept:
         return Kept(norms=2 if 0 < sublayer < self.shape.num_sublayers else 1)

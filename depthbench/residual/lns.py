@@ -7,14 +7,15 @@ scaled. Its published learning rate is 1e-2, five times Pre-LN's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from .hidden import HiddenResidual
 from .olmo import OlmoFormat
 from .pre_ln import PreLNConnection
-from .protocol import Connection, Read
+from .protocol import Connection, Read, Upcycling
 from .state import DepthState
 
 
@@ -39,3 +40,11 @@ class LNS(HiddenResidual, name="lns"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return LNSConnection(sublayer // 2, self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(replace(self.config, norm_eps=norm_eps))
+
+    def carried(self, sublayer: int, norm_D: Tensor) -> dict[str, Tensor]:
+        """The norms' weights undo the scale."""
+        scaled = sublayer < self.shape.num_sublayers
+        return {"norm.weight": norm_D * math.sqrt(sublayer // 2 + 1) if scaled else norm_D}

@@ -13,8 +13,9 @@ Source: arXiv 2512.24880; DepthBench `mhc` (`liger_mhc`). State: live `streams` 
 Shapes: S tokens, B microbatch, N streams, D hidden.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,13 +24,14 @@ from torch import Tensor, nn
 from .norms import RMSNorm
 from .olmo import OlmoFormat, OlmoSetting
 from .parameters import Init, constant, fixed, residual_parameter, truncated_normal
-from .protocol import Connection, Cost, Kept, Read, Shape
+from .protocol import Connection, Cost, Kept, Read, Shape, Upcycling
 from .sinkhorn import sinkhorn
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
 from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
 
 GAP = 8.0  # between the initial bias of the stream that is read, or kept, and the others'
+UPCYCLED_SINKHORN_EPS = 1e-12  # 1e-6 would shrink h by as much at every sublayer
 PHI_STD = 0.02  # of phi with near-uniform routing
 
 
@@ -42,6 +44,7 @@ class MHCConfig:
     init: Literal["gap8", "near_uniform"] = "gap8"  # read and keep one stream, nearly Pre-LN; or average them all
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
     norm_eps: float = 1e-6
+    readout_norm_eps: float | None = None  # of the final norm; null: norm_eps
     coefficient_eps: float = 1e-6  # of the streams' joint norm
 
 
@@ -90,7 +93,7 @@ class MHCReadout(nn.Module):
     def __init__(self, width: int, cfg: MHCConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.mean = cfg.readout == "mean_then_norm"
-        self.norm = RMSNorm(width, cfg.norm_eps, dtype)
+        self.norm = RMSNorm(width, cfg.norm_eps if cfg.readout_norm_eps is None else cfg.readout_norm_eps, dtype)
 
     def forward(self, state: DepthState) -> Tensor:
         streams_SBND = state.live["streams"]
@@ -145,6 +148,21 @@ class MHC(StreamResidual, name="mhc"):
 
     def readout(self, dtype: torch.dtype) -> nn.Module:
         return MHCReadout(self.shape.hidden_size, self.config, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        """All streams stay equal to h: each gets all of y (2 sigmoid(0) = 1), and rows of R sum to what its columns
+        do, 1 up to the Sinkhorn eps. A branch reads slightly more than h, which its norm undoes."""
+        n = self.config.num_streams
+        read = 1 / (1 + math.exp(-GAP)) + (n - 1) / (1 + math.exp(GAP))
+        scale = 1 if self.config.readout == "mean_then_norm" else n
+        config = replace(
+            self.config,
+            norm_eps=norm_eps * read**2,
+            readout_norm_eps=norm_eps * scale**2,
+            sinkhorn_eps=min(self.config.sinkhorn_eps, UPCYCLED_SINKHORN_EPS),
+        )
+        random = "with init=near_uniform routing starts from a random phi; init=gap8 would keep the function"
+        return Upcycling(config, "" if self.config.init == "gap8" else random)
 
     def num_parameters(self) -> int:
         n, width, total = self.config.num_streams, self.shape.hidden_size, self.shape.num_sublayers

@@ -15,7 +15,7 @@ Source: arXiv 2603.15619; DepthBench `moda`, `post_norm_moda`. State: live h [S,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .olmo import OlmoFormat, OlmoSetting
-from .protocol import Connection, Cost, DepthKV, ExtraProjection, Kept, Read, Shape
+from .protocol import Connection, Cost, DepthKV, ExtraProjection, Kept, Read, Shape, Upcycling
 from .state import DepthState, Placement, StateSpec, TensorSpec
 
 
@@ -98,6 +98,18 @@ class MoDA(HiddenResidual, name="moda"):
             return ()
         rows = self.shape.num_kv_heads * self.shape.head_dim
         return ExtraProjection("depth_k", rows), ExtraProjection("depth_v", rows)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(
+            replace(self.config, norm_eps=norm_eps),
+            "attention shares one softmax with two slots of each earlier block; even slots of zeros take weight from "
+            "the sequence",
+        )
+
+    def carried(self, sublayer: int, norm_D: Tensor) -> dict[str, Tensor]:
+        """Post-norms lie elsewhere."""
+        has_place = self.config.norm == "pre" or sublayer == self.shape.num_sublayers
+        return {"norm.weight": norm_D} if has_place else {}
 
     def state_at(self, sublayer: int) -> StateSpec:
         """Slots are dropped once the last attention has read them."""

@@ -6,7 +6,7 @@ Source: Xiong et al. 2020 (arXiv 2002.04745); DepthBench `default`. State: live 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .olmo import OlmoFormat
-from .protocol import Connection, Read
+from .protocol import Connection, Read, Upcycling
 from .state import DepthState
 
 
@@ -47,3 +47,6 @@ class PreLN(HiddenResidual, name="pre_ln"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return PreLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(replace(self.config, norm_eps=norm_eps))

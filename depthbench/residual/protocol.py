@@ -105,6 +105,17 @@ class Kept(NamedTuple):
     scalars: int = 0
 
 
+class Upcycling(NamedTuple):
+    """How a trained Pre-LN model becomes one of this architecture.
+
+    config: the settings that keep its function, as far as that goes.
+    different: why the function does not stay the same; empty where it does, up to rounding.
+    """
+
+    config: Any
+    different: str = ""
+
+
 class Residual(ABC):
     """One architecture at one shape: pure description, no parameters of its own."""
 
@@ -169,6 +180,15 @@ class Residual(ABC):
     def extra_projections(self, block: int) -> tuple[ExtraProjection, ...]:
         """Projections that block's MLP must compute for this architecture."""
         return ()
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling | None:
+        """From this config, for a Pre-LN model whose norms have `norm_eps`. None: nobody has thought it through."""
+        return None
+
+    def carried(self, sublayer: int, norm_D: Tensor) -> dict[str, Tensor]:
+        """What takes over the weight of such a model's norm before `sublayer` (2L: its final norm), by name in the
+        connection (the readout). All other residual parameters start at their initial values."""
+        return {"norm.weight": norm_D}
 
     def init_scale(self, projection: str) -> float:
         """Factor on the initial deviation of a weight: q, k, v, out, gate, up, down or an extra projection."""

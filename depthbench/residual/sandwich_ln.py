@@ -7,7 +7,7 @@ the embedding; DepthBench `peri_norm`. State: live h [S, B, D].
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .hidden import HiddenResidual
 from .norms import RMSNorm
 from .olmo import POST_NORMS, OlmoFormat
 from .pre_ln import PreLNConnection
-from .protocol import Connection, Kept, Read
+from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
 
 
@@ -42,6 +42,12 @@ class SandwichLN(HiddenResidual, name="sandwich_ln"):
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return SandwichLNConnection(self.shape.hidden_size, self.config, dtype)
+
+    def from_pre_ln(self, norm_eps: float) -> Upcycling:
+        return Upcycling(
+            replace(self.config, norm_eps=norm_eps),
+            "every branch's output is normalised, token by token, which no weights of a plain residual undo",
+        )
 
     def kept(self, sublayer: int) -> Kept:
         return Kept(norms=2 if sublayer < self.shape.num_sublayers else 1)

@@ -1,0 +1,50 @@
+"""`depthbench convert export CHECKPOINT OUT`: a checkpoint to a folder that Hugging Face's transformers loads."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action's arguments to `parser`."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's (the newest)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must be empty or not exist")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="of the weights (default: the checkpoint's); what training keeps in float32 stays there",
+    )
+    parser.add_argument("--max-shard-size", default="1GB", metavar="SIZE", help="of a weight file (default: 1GB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an export that is in OUT")
+    parser.add_argument("--no-verify", action="store_true", help="do not run both models to compare them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 1 where the export does not compute what the checkpoint does; raises UserError."""
+    from .export import DTYPES, export
+    from .shards import parse_size
+
+    def warn(line: str) -> None:
+        print(f"warning: {line}", file=sys.stderr)
+
+    done = export(
+        args.checkpoint,
+        args.out,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        max_shard_bytes=parse_size(args.max_shard_size),
+        overwrite=args.overwrite,
+        warn=warn,
+    )
+    size = sum(tensor.bytes for tensor in done.tensors)
+    step = done.weights.checkpoint.step
+    print(f"wrote {done.folder}: {done.weights.run.architecture}, step {step}, {size / 1e9:.3f} GB", flush=True)
+    if args.no_verify:
+        return 0
+    from .verify import verify
+
+    found = verify(done)
+    if not found.equal:
+        print(f"depthbench: {found.describe()}. The files are kept in {done.folder}", file=sys.stderr)
+        return 1
+    print(found.describe())
+    return 0

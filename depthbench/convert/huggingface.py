@@ -1,0 +1,185 @@
+"""A Hugging Face folder as the source of an import: a Llama, or one of our own exports."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from depthbench.config.build import build
+from depthbench.errors import UserError
+from depthbench.model.config import ModelConfig
+from depthbench.residual import Residual, architecture
+
+from .llama import llama_settings
+from .names import Exported, named_tensors
+from .shards import INDEX
+from .verify import _transformers as installed_transformers
+
+CONFIG = "config.json"
+OWN = "depthbench"  # the model type of our own exports
+_SINGLE = "model.safetensors"
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # old versions of transformers stored what they compute
+
+
+class HuggingFaceFolder:
+    """A `Source`. Files are opened, and tensors read, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError for a model that is not ours, files that are missing, or tensors that do not fit the
+        configuration: missing ones, unexpected ones, wrong shapes."""
+        self.folder = folder
+        config = read_json(folder / CONFIG)
+        self.remote_code = config.get("model_type") == OWN
+        self.model, self.architecture, self.residual = (_own if self.remote_code else _llama)(config, folder)
+        self._files = _files(folder)
+        found = {name: stored for file in self._files for name, stored in _contents(file).items()}
+        described = architecture(self.architecture)(self.residual, self.model.residual_shape)
+        # in float64, so that a type other than it is one that the architecture keeps
+        wanted = named_tensors(self.model, described, torch.float64, llama=not self.remote_code)
+        _check(folder, wanted, {name: shape for name, (shape, _, _) in found.items()}, self.model.tie_embeddings)
+        self.dtypes: Mapping[str, torch.dtype] = {t.logical: found[t.name][1] for t in wanted}
+        self._places = {tensor.logical: (found[tensor.name][2], tensor.name) for tensor in wanted}
+        self.tokenizer = next(
+            (folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None
+        )
+        self.origin: dict[str, Any] = {
+            "format": "Hugging Face",
+            "path": str(folder.resolve()),
+            "model_type": config.get("model_type"),
+            "architectures": config.get("architectures"),
+            "transformers": config.get("transformers_version"),
+            "files": {file.name: file.stat().st_size for file in self._files},
+        }
+
+    def read(self, name: str) -> Tensor:
+        file, stored = self._places[name]
+        with safe_open(file, "pt") as held:
+            tensor: Tensor = held.get_tensor(stored)
+        return tensor
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor, stored: Mapping[str, torch.dtype], dtype: torch.dtype) -> Tensor:
+        """[B, S, V]: see `verify_import.Runs`. The folder's own code is not run."""
+        model = self._load(dtype)
+        names = {name: logical for logical, (_, name) in self._places.items()}
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameter.to(stored.get(names[name], dtype)))
+        logits: Tensor = model(tokens_BS, use_cache=False).logits
+        return logits
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        transformers = installed_transformers()
+        if not self.remote_code:
+            loader = transformers.AutoModelForCausalLM
+        else:
+            from .hf.modeling_depthbench import DepthBenchForCausalLM as loader
+        return loader.from_pretrained(self.folder, dtype=dtype, local_files_only=True).eval()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises UserError where there is no such file, or no JSON object in it."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def pre_ln() -> type[Residual]:
+    """The architecture that transformers' Llama is."""
+    return next(found for found in Residual.registry.values() if found.llama_names is not None)
+
+
+def _llama(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
+    model, eps = llama_settings(config, str(folder / CONFIG))
+    found = pre_ln()
+    return model, found.name, found.Config(norm_eps=eps)
+
+
+def _own(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
+    """As `settings.model_config` wrote it, or transformers since."""
+    names = {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "ffn_hidden_size": "intermediate_size",
+        "num_attention_heads": "num_attention_heads",
+        "vocab_size": "vocab_size",
+        "sequence_length": "max_position_embeddings",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "rope_theta": "rope_theta",
+        "rope_scaling": "position_scaling",
+        "tie_embeddings": "tie_word_embeddings",
+        "init_std": "initializer_range",
+    }
+    if missing := sorted({"residual_architecture", "residual", *names.values()} - config.keys()):
+        raise UserError(f"{folder / CONFIG} is an export of depthbench without {', '.join(missing)}")
+    name = config["residual_architecture"]
+    try:
+        config_class = architecture(name).Config
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    model: ModelConfig = build(ModelConfig, {ours: config[theirs] for ours, theirs in names.items()}, "model")
+    return model, name, build(config_class, config["residual"], "residual")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The weight files. Raises UserError naming those of the index that are missing."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise UserError(f"{folder / INDEX} has no weight_map")
+        names = sorted(set(index.values()))
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise UserError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing)}")
+        return [folder / name for name in names]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    others = sorted(path.name for path in folder.glob("*.bin"))
+    hint = f"; it has {others[0]}, a pickle: save it as safetensors with transformers first" if others else ""
+    raise UserError(f"{folder} has neither {_SINGLE} nor {INDEX}{hint}")
+
+
+def _contents(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype, Path]]:
+    """By name: shape, type, place."""
+    found = {}
+    try:
+        with safe_open(file, "pt") as held:
+            for name in held.keys():  # noqa: SIM118
+                stored = held.get_slice(name)
+                if stored.get_dtype() not in _TYPES:
+                    raise UserError(
+                        f"{file}: {name} is stored as {stored.get_dtype()}, quantised or no weight; supported are "
+                        f"{', '.join(_TYPES)}"
+                    )
+                found[name] = (tuple(stored.get_shape()), _TYPES[stored.get_dtype()], file)
+    except SafetensorError as error:
+        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+    return found
+
+
+def _check(folder: Path, wanted: Iterable[Exported], found: dict[str, tuple[int, ...]], tied: bool) -> None:
+    needed = {tensor.name: tensor.shape for tensor in wanted}
+    # transformers ties them, whatever is stored
+    besides = {"lm_head.weight"} if tied else set()
+    unexpected = {name for name in found.keys() - needed.keys() - besides if not _BUFFERS.search(name)}
+    faults = [f"{name} is missing" for name in needed if name not in found]
+    faults += [f"{name} belongs to no part of the model" for name in sorted(unexpected)]
+    faults += [
+        f"{name} has shape {found[name]}, {CONFIG} makes it {shape}"
+        for name, shape in needed.items()
+        if found.get(name, shape) != shape
+    ]
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise UserError(f"{folder}: weights and {CONFIG} do not fit: {'; '.join(faults[:8])}{more}")

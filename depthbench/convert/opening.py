@@ -1,0 +1,20 @@
+"""Which format a folder is in that somebody wants to import."""
+
+from pathlib import Path
+
+from depthbench.errors import UserError
+
+from .huggingface import CONFIG, HuggingFaceFolder
+from .source import Source
+
+
+def open_source(path: Path) -> Source:
+    """The model in the folder `path`.
+
+    Raises UserError where it is none of the formats known here, or one whose model is not ours.
+    """
+    if not path.is_dir():
+        raise UserError(f"no folder {path}")
+    if (path / CONFIG).is_file():
+        return HuggingFaceFolder(path)
+    raise UserError(f"{path} is no model to import: a Hugging Face folder has a {CONFIG}, which is missing")
