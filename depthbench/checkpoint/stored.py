@@ -71,6 +71,13 @@ class StoredTensors:
         return tensor
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal to the bit, NaN included."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
+
+
 def _metadata(folder: Path) -> Metadata:
     try:
         metadata: Metadata = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()

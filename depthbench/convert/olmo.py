@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthbench.checkpoint.stored import StoredTensors
+from depthbench.checkpoint.stored import StoredTensors, same_bits
 from depthbench.errors import UserError
 
 from .olmo_config import OlmoModel, read_model
@@ -99,7 +99,7 @@ class OlmoSource:
         first, *others = self._names[tensor.name]
         whole = self._stored.read(first)
         for other in others:
-            if not torch.equal(whole, self._stored.read(other)):
+            if not same_bits(whole, self._stored.read(other)):
                 raise UserError(f"{self.folder / TENSORS}: {first} and {other} are one tensor, but their values differ")
         return whole
 

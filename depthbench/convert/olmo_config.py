@@ -233,7 +233,7 @@ def write_model(model: ModelConfig, residual: Residual, dtype: str) -> dict[str,
     leaves |= {theirs: getattr(model, ours) for ours, theirs in SHAPE.items()}
     leaves |= dict.fromkeys(EPS, eps.pop())
     for name, setting in form.settings.items():
-        value = getattr(residual, setting.in_effect) if setting.in_effect else getattr(residual.config, name)
+        value = in_effect(residual, name)
         called = (theirs for theirs, ours in (setting.values or {}).items() if ours == value)
         leaves[f"block.{setting.key}"] = next(called, value)
     of = ("", "block.sequence_mixer.", "block.feed_forward.", "block.layer_norm.", "lm_head.", "lm_head.layer_norm.")
@@ -243,3 +243,9 @@ def write_model(model: ModelConfig, residual: Residual, dtype: str) -> dict[str,
     if form.last_block:
         tree["block_overrides"] = {str(model.num_layers - 1): {**tree["block"], **form.last_block}}
     return tree
+
+
+def in_effect(residual: Residual, name: str) -> Any:
+    """The value that holds of a field of the architecture's config, which may leave it to another field."""
+    setting = residual.olmo.settings.get(name) if residual.olmo else None
+    return getattr(residual, setting.in_effect) if setting and setting.in_effect else getattr(residual.config, name)
