@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from depthbench.config.validate import residual_of
-from depthbench.data.tokenizers import Tokenizer
+from depthbench.data.tokenizers import Tokenizer, load_tokenizer
 from depthbench.errors import UserError
 
 from .card import model_card

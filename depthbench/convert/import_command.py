@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="settings of that architecture: num_blocks=4; without --residual, what a checkpoint does not say",
+        help="settings of that architecture: num_blocks=4; without --residual, of what DepthBench leaves open",
     )
     parser.add_argument(
         "--text",

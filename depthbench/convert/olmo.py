@@ -66,7 +66,10 @@ class OlmoSource:
         assert residual.olmo is not None
         self._names = check_tensors(str(self.folder / TENSORS), self._stored.shapes, tensors, residual.olmo)
         self._holders = {part.logical: tensor for tensor in tensors for part in tensor.parts}
-        self.dtypes = {ours: self._stored.dtypes[self._names[t.name][0]] for ours, t in self._holders.items()}
+        first = {tensor.name: self._names[tensor.name][0] for tensor in tensors}
+        self.dtypes: Mapping[str, torch.dtype] = {
+            ours: self._stored.dtypes[first[tensor.name]] for ours, tensor in self._holders.items()
+        }
         places = (self.folder / TOKENIZER, self.folder.resolve().parent / TOKENIZER)
         self.tokenizer = next((place for place in places if place.is_dir()), None)
         self.origin = self._origin()

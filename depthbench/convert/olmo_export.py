@@ -61,8 +61,8 @@ def export_olmo(checkpoint: Path, out: Path, *, overwrite: bool = False, warn: C
     assert residual.olmo is not None
     for name, values in residual.olmo.unsaid.items():
         warn(
-            f"residual.{name}={getattr(residual.config, name)} is not written: revisions of DepthBench's code differ in "
-            f"it ({', '.join(map(str, values))}); use one that computes it so"
+            f"residual.{name}={getattr(residual.config, name)} is not written: revisions of DepthBench's code differ "
+            f"in it ({', '.join(map(str, values))}); use one that computes it so"
         )
     tensors = olmo_tensors(run.model, residual, stored)
     planned = {PREFIX + t.name: t for t in tensors}

@@ -94,8 +94,8 @@ def best(trials: Sequence[Trial], guessing: float) -> Trial:
     said = "; ".join(trial.describe() for trial in trials)
     if not first.mean < guessing:
         raise UserError(
-            f"no way to read the checkpoint predicts the text better than guessing, {guessing:.4f} nats a token: {said}. "
-            "Give a --text of the kind it was trained on, or --set what it is"
+            f"no way to read the checkpoint predicts the text better than guessing ({guessing:.4f} nats a token): "
+            f"{said}. Give a --text of the kind it was trained on, or --set what it is"
         )
     for other in others:
         worse = other.losses - first.losses
