@@ -136,9 +136,11 @@ def read_model(config: Mapping[str, Any], where: str) -> OlmoModel:
     if missing:
         raise UserError(f"{where} lacks {', '.join(missing)}")
     eps, final = (found.get(key, DEFAULT_EPS) for key in EPS)
-    if eps != final:
+    if eps != final and form.final_eps is None:
         raise UserError(f"{where}: model.{EPS[0]}={eps} but model.{EPS[1]}={final}; depthbench has one eps for both")
     residual = {**form.constants, **dict.fromkeys(form.eps, eps)}
+    if eps != final and form.final_eps:
+        residual[form.final_eps] = final
     for name, setting in form.settings.items():
         residual[name] = _value(found.get(f"block.{setting.key}", setting.default), setting, where)
     model = ModelConfig(sequence_length=_sequence(config), **shape)
@@ -232,6 +234,8 @@ def write_model(model: ModelConfig, residual: Residual, dtype: str) -> dict[str,
     leaves["block.name"] = form.blocks[0]
     leaves |= {theirs: getattr(model, ours) for ours, theirs in SHAPE.items()}
     leaves |= dict.fromkeys(EPS, eps.pop())
+    if form.final_eps and getattr(residual.config, form.final_eps) is not None:
+        leaves[EPS[1]] = getattr(residual.config, form.final_eps)
     for name, setting in form.settings.items():
         value = in_effect(residual, name)
         called = (theirs for theirs, ours in (setting.values or {}).items() if ours == value)

@@ -100,7 +100,10 @@ class BlockAttnRes(Residual, name="block_attnres"):
         rows=frozenset({"attn_res_proj.weight", "mlp_res_proj.weight", "res_proj.weight"}),
         unused=frozenset({"attn_res_proj.weight", "attn_res_norm.weight"}),  # of block 0, in other systems' files
         settings={"sublayers_per_block": OlmoSetting("attnres_block_size", 1, in_effect="block_length")},
-        constants={"temperature": 1.0, "key_norm": True, "key_norm_eps": 1e-5, "read_norm_eps": 1e-5},
+        constants={
+            **{"temperature": 1.0, "key_norm": True, "key_norm_eps": 1e-5},
+            **{"read_norm_eps": 1e-5, "read_norm_eps_of_sum": False},
+        },
     )
 
     def __init__(self, config: BlockAttnResConfig, shape: Shape) -> None:

@@ -102,6 +102,7 @@ class HC(StreamResidual, name="hc"):
         aliases=OLMO_ALIASES,
         settings={"num_streams": OLMO_STREAMS},
         constants={"row_norm_eps": 1e-8},
+        final_eps="readout_norm_eps",
         unsaid={"readout": ("sum_then_norm", "norm_then_sum")},
         fixed={
             "hyper_connections._CLASS_": OLMO_CLASS,

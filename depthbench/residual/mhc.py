@@ -129,6 +129,7 @@ class MHC(StreamResidual, name="mhc"):
             ),
         },
         constants={"sinkhorn_order": "rows_first"},
+        final_eps="readout_norm_eps",
         fixed={  # of its three kinds, one computes this
             "hyper_connections._CLASS_": OLMO_CLASS,
             "hyper_connections.kind": ("liger_mhc",),

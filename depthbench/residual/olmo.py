@@ -32,8 +32,8 @@ class OlmoFormat(NamedTuple):
     aliases: prefixes of names under which a tensor may lie a second time -> its first name's prefix.
     rows: theirs that are vectors stored as a matrix of one row. unused: theirs that may be there and are never read.
     settings: fields of our config that the config says. constants: those whose value their code fixes.
-    eps: those that are the eps of the block's norms. unsaid: those whose value differs between revisions of their code,
-        with the values; no checkpoint tells which.
+    eps: those that are the eps of the block's norms. final_eps: that of the final norm, where it may be another.
+    unsaid: those whose value differs between revisions of their code, with the values; no checkpoint tells which.
     fixed: keys that we can follow at these values alone (None: absent); the first is written. free: keys that do not
         matter for what a model computes. last_block: keys in which the last block's config differs.
     attention, feed_forward: the paths of these modules. norm: type of the blocks' norms. init: of the initial weights.
@@ -48,6 +48,7 @@ class OlmoFormat(NamedTuple):
     settings: Mapping[str, OlmoSetting] = NONE
     constants: Mapping[str, Any] = NONE
     eps: tuple[str, ...] = ("norm_eps",)
+    final_eps: str | None = None
     unsaid: Mapping[str, tuple[Any, ...]] = NONE
     fixed: Mapping[str, tuple[Any, ...]] = NONE
     free: frozenset[str] = frozenset()
