@@ -107,7 +107,7 @@ class HC(StreamResidual, name="hc"):
         fixed={
             "hyper_connections._CLASS_": OLMO_CLASS,
             "hyper_connections.kind": ("hc", None),
-            "hyper_connections.tanh": (True, None),
+            "hyper_connections.tanh": (None, True),
             "hyper_connections.collapse": ("auto", "sum", None),
         },
         free=OLMO_FREE

@@ -1,9 +1,11 @@
 """Checkpoints as DepthBench's code (a fork of OLMo-core) writes them, made of a naive reference's random weights.
 
-Names, shapes and settings are written out here from the fact sheet; nothing of the product is used.
+Names, shapes and settings are written out here from the fact sheet; the product is only run by its command.
 """
 
+import contextlib
 import copy
+import io
 import json
 import pickle
 import sys
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from depthbench import cli
 from tests.reference import Shape, random_weights
 
 SHAPE = Shape(3, 32, 48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=61, rope_theta=10000.0)
@@ -232,3 +235,19 @@ def drawn(published: Published, seed: int = 3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights = random_weights(SHAPE, published.architecture, generator, **published.options)
     return {name: weight.detach() for name, weight in weights.items()}
+
+
+class Convert(NamedTuple):
+    """What `depthbench convert` returned and printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def convert(*words: Any) -> Convert:
+    """Run it in this process, which must be a worker's: it starts process groups."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["convert", *map(str, words)])
+    return Convert(code, out.getvalue(), err.getvalue())

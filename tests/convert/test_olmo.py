@@ -299,7 +299,7 @@ NOT_OURS = {
     "block_attnres": [
         (put("model.block.attnres_learn_logit_scale", True), "model.block.attnres_learn_logit_scale=True is not known")
     ],
-    "hc": [(put("model.block.hyper_connections.tanh", False), "is False, must be True or absent")],
+    "hc": [(put("model.block.hyper_connections.tanh", False), "is False, must be absent or True")],
     "mhc": [
         (put("model.block.hyper_connections.kind", "mhc_static"), "kind is 'mhc_static', must be 'liger_mhc'"),
         (put("model.block.hyper_connections.collapse", "max"), "='max' must be one of 'auto', 'mean', 'sum'"),
