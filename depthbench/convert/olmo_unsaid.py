@@ -114,9 +114,7 @@ def text_tokens(source: OlmoSource, text: Path) -> Tensor:
     Raises UserError without a tokenizer, a text, or enough tokens that the model knows.
     """
     if source.tokenizer is None:
-        raise UserError(
-            f"{source.folder} comes without its tokenizer/, so --text cannot be read; put it there, or --set"
-        )
+        raise UserError(f"{source.folder} has no tokenizer/ to read --text with; put it there, or --set what it is")
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -94,7 +94,7 @@ def test_a_lead_that_may_be_chance() -> None:
     with pytest.raises(UserError, match="the losses on 200 tokens do not tell how to read the checkpoint: readout="):
         best([first, second], guessing=6.0)
     close = Trial({"readout": ORDERS[1]}, first.losses + 0.01)  # surely worse, but by nothing
-    with pytest.raises(UserError, match="a lead of 0.020 is needed"):
+    with pytest.raises(UserError, match=r"a lead of 0\.020 is needed"):
         best([first, close], guessing=6.0)
     far = Trial({"readout": ORDERS[1]}, first.losses + 0.1)
     assert best([far, first], guessing=6.0) is first
@@ -110,7 +110,7 @@ def test_what_can_be_given(tmp_path: Path) -> None:
     assert OlmoSource(path).unsaid == {"readout": ORDERS}
     given = OlmoSource(path, {"readout": ORDERS[1]})
     assert not given.unsaid and given.residual.readout == ORDERS[1]
-    with pytest.raises(UserError, match="residual.readout=mean must be one of sum_then_norm, norm_then_sum"):
+    with pytest.raises(UserError, match=r"residual\.readout=mean must be one of sum_then_norm, norm_then_sum"):
         OlmoSource(path, {"readout": "mean"})
     with pytest.raises(UserError, match=r"residual.num_streams is said by the checkpoint's config.json; what can be g"):
         OlmoSource(path, {"num_streams": 2})
