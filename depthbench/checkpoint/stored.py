@@ -15,21 +15,28 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from depthbench.errors import UserError
 
-_PLAIN = {("collections", "OrderedDict"), ("builtins", "set"), ("pathlib", "PosixPath")}
+_PACKAGES = ("torch.distributed.", "megatron.core.dist_checkpointing.")
+_SINGLE = {
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+    ("torch.serialization", "_get_layout"),
+}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows torch's classes alone, and reads OLMo-core's record of a tensor's place, which has torch's fields, as
-    torch's."""
+    """Knows classes of torch and Megatron-Core alone. OLMo-core's record of a tensor's place, which has the fields of
+    torch's, is read as torch's."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("olmo_core.") and name == _StorageInfo.__name__:
             return _StorageInfo
-        found: Any = None
-        if module.startswith("torch.distributed.") or module in ("torch", "torch.serialization"):
+        if (module, name) in _SINGLE:
+            return super().find_class(module, name)
+        if module == "torch" or module.startswith(_PACKAGES):
             found = super().find_class(module, name)
-        if isinstance(found, type | torch.dtype | torch.layout) or name == "_get_layout" or (module, name) in _PLAIN:
-            return found or super().find_class(module, name)
+            if isinstance(found, type | torch.dtype | torch.layout):
+                return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 

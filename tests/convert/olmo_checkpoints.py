@@ -25,13 +25,13 @@ from tests.reference import Shape, random_weights
 SHAPE = Shape(3, 32, 48, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=61, rope_theta=10000.0)
 CORE = "olmo_core.nn"
 NORM_CLASS = f"{CORE}.layer_norm.LayerNormConfig"
-CONNECTIONS = {"gating_factor_init": 0.01, "sinkhorn_tau": 1.0, "disable_static_weight_decay": True}
+CONNECTIONS: dict[str, Any] = {"gating_factor_init": 0.01, "sinkhorn_tau": 1.0, "disable_static_weight_decay": True}
 CONNECTIONS |= {"scale_output_init_by_sqrt_n": True, "liger_phi_dtype": "bfloat16", "liger_allow_fp32": False}
 CONNECTIONS |= {"liger_rms_eps": 1e-6, "liger_pre_eps": 0.0, "liger_sinkhorn_eps": 1e-6, "liger_post_mult": 2.0}
 CONNECTIONS |= {"sinkhorn_iters": 20, "num_residual_streams": 4, "collapse": "auto"}
 CONNECTIONS |= {"_CLASS_": f"{CORE}.transformer.config.HyperConnectionsConfig"}
-MODA = {"backend": "v17", "cache_post_norm_k": True, "extra_ffn_kv_proj": True, "extra_attn_kv_proj": False}
-MODA |= {"depth_bs": 64, "depth_warps": 4, "_CLASS_": f"{CORE}.transformer.config.MoDAConfig"}
+MODA: dict[str, Any] = {"backend": "v17", "cache_post_norm_k": True, "depth_bs": 64, "depth_warps": 4}
+MODA |= {"extra_ffn_kv_proj": True, "extra_attn_kv_proj": False, "_CLASS_": f"{CORE}.transformer.config.MoDAConfig"}
 
 
 class Published(NamedTuple):
