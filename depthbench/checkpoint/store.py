@@ -142,10 +142,23 @@ def load(checkpoint: Published, tensors: Sequence[ShardedTensor], optional: Sequ
     fits = all(stored.get(tensor.key) == tuple(tensor.global_shape) for tensor in optional)
     optional_keys = {tensor.key for tensor in optional}
     check_keys({k: s for k, s in stored.items() if k not in optional_keys}, tensors, checkpoint.path)
-    state = _as_state([*tensors, *(optional if fits else ())])
+    _fill(checkpoint, [*tensors, *(optional if fits else ())])
+    return fits
+
+
+def load_weights(checkpoint: Published, weights: Sequence[ShardedTensor], masters: Sequence[ShardedTensor]) -> None:
+    """Fill the model's `weights` and the optimizer's `masters` of them from a checkpoint's weights, whatever else it
+    holds. Each gets the stored values in its own type. Raises UserError as `check_keys`."""
+    stored = {key: shape for key, shape in checkpoint.tensor_shapes().items() if key.startswith("model.")}
+    check_keys(stored, weights, checkpoint.path)
+    _fill(checkpoint, weights)
+    _fill(checkpoint, masters)  # apart: they have the weights' keys
+
+
+def _fill(checkpoint: Published, tensors: Sequence[ShardedTensor]) -> None:
+    state = _as_state(tensors)
     targets = {name: tensor.data for name, tensor in state.items()}
     loaded = dist_checkpointing.load(state, str(checkpoint.path))
     for name, target in targets.items():
         if loaded[name].data_ptr() != target.data_ptr():
             target.copy_(loaded[name].view(target.shape))
-    return fits

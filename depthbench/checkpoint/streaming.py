@@ -13,6 +13,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 
+_SHORT_WRITE = "inline_container"  # the part of torch that finds fewer bytes in a file than it wrote
+
+
 class Planned(NamedTuple):
     """A tensor to be written under `key`."""
 
@@ -38,6 +41,8 @@ def write_tensors(folder: Path, tensors: Iterable[Planned], make: Callable[[str]
     """Write `tensors` into `folder`, in files of one tensor: within a file torch keeps what it has written.
 
     make: gives a tensor, of the planned shape and type, by its key; called once for each. What it raises comes through.
+
+    Raises OSError where the disk is full.
     """
     state = {each.key: torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
     writer = FileSystemWriter(folder, single_file_per_rank=False)
@@ -46,4 +51,7 @@ def write_tensors(folder: Path, tensors: Iterable[Planned], make: Callable[[str]
         try:
             save(state, storage_writer=writer, planner=_OneByOne(make), no_dist=True)
         except CheckpointException as wrapped:
-            raise wrapped.failures[0][0] from None
+            error = wrapped.failures[0][0]
+            if isinstance(error, RuntimeError) and _SHORT_WRITE in str(error):
+                raise OSError(f"torch could not write a file to its end; is the disk full? ({error})") from None
+            raise error from None

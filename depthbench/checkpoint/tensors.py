@@ -177,6 +177,18 @@ def optimizer_tensors(optimizer: Optimizer) -> list[ShardedTensor]:
     return found
 
 
+def master_weights(optimizer: Optimizer) -> list[ShardedTensor]:
+    """Those masters that are not the model's own tensors, under the weights' names: loading a checkpoint's weights into
+    them loses no digit to the model's type."""
+    return [
+        box
+        for stage in optimizer.model.stages
+        for name, parameter, own in _owned(optimizer.inner, stage)
+        if own.main.dtype != parameter.dtype
+        for box in _boxes("model", name, parameter, own.main.detach().view(-1), own.start, stage, own.replica)
+    ]
+
+
 def updates_done(optimizer: Optimizer) -> int:
     """How many updates the optimizer has made (Adam's bias correction depends on it)."""
     adam = optimizer.torch_optimizer

@@ -157,6 +157,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0  # initial weights and data order
+    initial: str | None = None  # checkpoint or run folder whose weights the run starts from; null: drawn from the seed
     run_dir: str | None = None  # null: runs/<name>
 
     @property

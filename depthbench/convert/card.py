@@ -24,7 +24,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})
 def model_card(weights: Weights, dtype: str, remote_code: bool) -> str:
     """The card's text. The run folder's own files are used where the checkpoint still lies in it."""
     run, manifest = weights.run, weights.manifest
-    model, folder = run.model, weights.checkpoint.path.resolve().parents[1]
+    model = run.model
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -41,7 +41,32 @@ def model_card(weights: Weights, dtype: str, remote_code: bool) -> str:
         "context in training": model.sequence_length,
         "stored as": dtype,
     }
-    tokens = manifest["consumed_samples"] * model.sequence_length
+    weights_only = manifest.get("weights_only", False)
+    came = "import" if weights_only else f"step {weights.checkpoint.step} of the run"
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {run.name}",
+        f"Exported by depthbench {__version__} from {came} `{run.name}`.",
+        _USE.format(trust=", trust_remote_code=True" if remote_code else ""),
+        f"## Model\n\n{_table(shape)}",
+        *(_imported(manifest) if weights_only else _trained(weights)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _imported(manifest: dict[str, Any]) -> list[str]:
+    """Of weights that were not trained here."""
+    origin = {
+        name.replace("_", " "): f"`{json.dumps(value)}`" if isinstance(value, dict | list) else value
+        for name, value in manifest["origin"].items()
+    }
+    return [f"## Provenance\n\nImported, not trained here, from:\n\n{_table(origin)}"]
+
+
+def _trained(weights: Weights) -> list[str]:
+    run, manifest = weights.run, weights.manifest
+    folder = weights.checkpoint.path.resolve().parents[1]
+    tokens = manifest["consumed_samples"] * run.model.sequence_length
     training = {
         "step": f"{weights.checkpoint.step} of {run.train.steps}",
         "tokens": f"{tokens:,}",
@@ -50,17 +75,11 @@ def model_card(weights: Weights, dtype: str, remote_code: bool) -> str:
         "data": ", ".join(f"{Path(source.prefix).name} x {source.weight:g}" for source in run.data.train),
         **_metrics(folder, weights.checkpoint.step),
     }
-    parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {run.name}",
-        f"Exported by depthbench {__version__} from step {weights.checkpoint.step} of the run `{run.name}`.",
-        _USE.format(trust=", trust_remote_code=True" if remote_code else ""),
-        f"## Model\n\n{_table(shape)}",
+    return [
         f"## Training\n\n{_table(training)}",
         f"## Provenance\n\n{_table(_provenance(folder, manifest))}",
         f"All settings of the run:\n\n```yaml\n{yaml.safe_dump(plain(run), sort_keys=False)}```",
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -101,9 +101,14 @@ def upcycled(source: Source, residual: str | None, words: Sequence[str], allow_d
         made = described(config, source.model.residual_shape)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if answer.different and not allow_different:
+    kept = asdict(answer.config)
+    undone = [
+        f"{key}={value}, where {kept[key]} would keep it" for key, value in asdict(config).items() if value != kept[key]
+    ]
+    different = answer.different or "; ".join(undone)
+    if different and not allow_different:
         raise UserError(
-            f"as {name} the model would compute another function: {answer.different}. --allow-different imports it all "
-            "the same, and says how far off it is"
+            f"as {name} the model would compute another function: {different}. --allow-different imports it all the "
+            "same, and says how far off it is"
         )
-    return Upcycled(source, made, answer.different)
+    return Upcycled(source, made, different)

@@ -18,4 +18,6 @@ def dry_run(run: RunConfig) -> int:
         print("  the run is finished: training would do nothing")
     elif ready.resume:
         print(f"  training would resume from {ready.resume.path}")
+    elif ready.initial:
+        print(f"  training would start with the weights of {ready.initial.path}")
     return 0

@@ -24,6 +24,8 @@ from depthbench.data.indexed import check_prefix, read_sidecar
 from depthbench.data.tokenizers import Tokenizer, load_tokenizer
 from depthbench.errors import UserError
 
+from .initial import find_initial
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -34,6 +36,7 @@ class Preflight:
     weights: list[float]
     valid: list[EpochedCorpus]
     resume: Published | None
+    initial: Published | None  # whose weights a run starts from that does not resume
     data_identity: dict[str, Any]
     last_step: int
     unigram_entropy: float | None  # of the validation tokens, in nats; None where nobody counted them
@@ -76,14 +79,15 @@ def preflight(run: RunConfig, world_size: int, first_of_node: bool) -> Preflight
     valid = corpora(run.data, Split.valid, settings)[0] if run.train.eval_every else []
     identity = _identity(run, train, weights)
     resume = latest(checkpoints_of(folder))
+    initial = None if resume else find_initial(run)
     if resume:
         _check_resume(resume, run, identity)
-        if first_of_node:
-            resume.check_files()
+    if first_of_node and (begun := resume or initial):
+        begun.check_files()
     if first_of_node:
         _build_indices(run, train, weights, valid, resume)
     last_step = min(run.train.steps, run.train.stop_at or run.train.steps)
-    return Preflight(folder, train, weights, valid, resume, identity, last_step, _unigram_entropy(run))
+    return Preflight(folder, train, weights, valid, resume, initial, identity, last_step, _unigram_entropy(run))
 
 
 def _tokenizer(run: RunConfig) -> Tokenizer:
@@ -126,6 +130,11 @@ def _identity(run: RunConfig, train: list[EpochedCorpus], weights: list[float]) 
 
 def _check_resume(checkpoint: Published, run: RunConfig, identity: dict[str, Any]) -> None:
     manifest = checkpoint.manifest()
+    if manifest.get("weights_only"):
+        raise UserError(
+            f"cannot resume from {checkpoint.path}: it has weights alone, no optimizer state. Start another run from "
+            f"them with initial={checkpoint.path} and run_dir=FOLDER"
+        )
     now = plain(run)
     stored = {
         "residual.architecture": manifest["architecture"],

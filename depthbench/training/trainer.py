@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from depthbench.checkpoint import tensors
-from depthbench.checkpoint.store import CheckpointWriter, load
+from depthbench.checkpoint.store import CheckpointWriter, load, load_weights
 from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.config.validate import microbatches
@@ -91,13 +91,16 @@ class Trainer:
         self.run, self.ready, self.context = run, ready, context
         self.leads = dist.get_rank() == 0
         transport = make_transport(run, context)
-        stages = build_stages(run, context, transport, draw=not ready.resume)
+        stages = build_stages(run, context, transport, draw=not (ready.resume or ready.initial))
         self.model = wrap(run, [stage.to(torch.cuda.current_device()) for stage in stages], transport)
         self.optimizer = Optimizer(run, self.model)
         self.step = self.consumed = self.skipped = 0
         norms: list[float] = []
         if ready.resume:
             norms = self._load()
+        elif ready.initial:
+            weights = tensors.model_tensors(self.model.stages)
+            load_weights(ready.initial, weights, tensors.master_weights(self.optimizer))
         self.guard = SpikeGuard(run.train, norms)
         self.signals = StopSignals()
         self.console = ConsoleLog(ready.last_step, self.step) if self.leads else None
@@ -121,6 +124,8 @@ class Trainer:
             self.record(self.ready.folder / PROFILE)
         stream = self.stream()
         self.say(f"{run.name}: step {self.step} of {run.train.steps}, {dist.get_world_size()} processes")
+        if self.ready.initial:
+            self.say(f"weights of {self.ready.initial.path}")
         while self.step < last_step:
             began = time.perf_counter()
             values = self.advance(stream)
@@ -306,7 +311,11 @@ class Trainer:
 
 def _agree(ready: Preflight) -> None:
     """Raise UserError, on all ranks, where they found different checkpoints or data in what should be one folder."""
-    mine = {"checkpoint": ready.resume.step if ready.resume else None, "data": ready.data_identity}
+    mine = {
+        "checkpoint": ready.resume.step if ready.resume else None,
+        "initial": ready.initial.step if ready.initial else None,
+        "data": ready.data_identity,
+    }
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):

@@ -51,10 +51,24 @@ CASES: list[Case] = [
         for b in (1, 3)
         for t in (1.0, 2.5)
     ],
+    *[
+        (
+            "block_attnres",
+            {"sublayers_per_block": b, "read_norm_eps": 1e-1, "read_norm_eps_of_sum": True},
+            {"sublayers_per_block": b, "norm_eps": 1e-1, "norm_eps_of_sum": True},
+            {},
+        )
+        for b in (1, 3)
+    ],
     *[alike("hc", num_streams=n) for n in (1, 2, 4, 8)],
     alike("hc", UNEVEN, num_streams=3),
     alike("hc", readout="norm_then_sum"),
     ("hc", {"row_norm_eps": 1e-2, "norm_eps": 1e-3}, {"row_norm_eps": 1e-2, "eps": 1e-3}, {}),
+    *[
+        (name, {"readout": readout, "readout_norm_eps": 1e-1}, {"readout": readout, "readout_eps": 1e-1}, {})
+        for name, other in (("hc", "norm_then_sum"), ("mhc", "mean_then_norm"))
+        for readout in ("sum_then_norm", other)
+    ],
     alike("mhc"),
     *[
         alike("mhc", UNEVEN if n == 3 else {}, num_streams=n, sinkhorn_order=order, sinkhorn_eps=eps)

@@ -27,6 +27,7 @@ def final_hidden(
     *,
     num_streams: int = 4,
     eps: float = 1e-6,
+    readout_eps: float | None = None,
     row_norm_eps: float = 1e-8,
     readout: str = "sum_then_norm",
 ) -> Tensor:
@@ -44,8 +45,9 @@ def final_hidden(
         y = sublayer(weights, k, norm(weights, f"{name}.norm", branch_input, eps), shape)
         mixed = [total([alpha[s][..., 1 + t, None] * streams[s] for s in range(n)]) for t in range(n)]
         streams = [mixed[t] + beta[t][..., None] * y for t in range(n)]
+    last = eps if readout_eps is None else readout_eps
     if readout == "sum_then_norm":
-        return norm(weights, "readout.norm", total(streams), eps)
+        return norm(weights, "readout.norm", total(streams), last)
     if readout == "norm_then_sum":
-        return total([norm(weights, "readout.norm", stream, eps) for stream in streams])
+        return total([norm(weights, "readout.norm", stream, last) for stream in streams])
     raise ValueError(f"readout is {readout!r}, must be 'sum_then_norm' or 'norm_then_sum'")

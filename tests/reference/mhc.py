@@ -61,6 +61,7 @@ def final_hidden(
     *,
     num_streams: int = 4,
     eps: float = 1e-6,
+    readout_eps: float | None = None,
     coefficient_eps: float = 1e-6,
     sinkhorn_iterations: int = 20,
     sinkhorn_order: str = "rows_first",
@@ -76,8 +77,9 @@ def final_hidden(
         y = sublayer(weights, k, norm(weights, f"{name}.norm", branch_input, eps), shape)
         mixed = [total([r[..., t, s, None] * streams[s] for s in range(n)]) for t in range(n)]
         streams = [mixed[t] + post[..., t, None] * y for t in range(n)]
+    last = eps if readout_eps is None else readout_eps
     if readout == "mean_then_norm":
-        return norm(weights, "readout.norm", total(streams) / n, eps)
+        return norm(weights, "readout.norm", total(streams) / n, last)
     if readout == "sum_then_norm":
-        return norm(weights, "readout.norm", total(streams), eps)
+        return norm(weights, "readout.norm", total(streams), last)
     raise ValueError(f"readout is {readout!r}, must be 'mean_then_norm' or 'sum_then_norm'")

@@ -1,0 +1,54 @@
+"""The checkpoint whose weights a run starts from (`initial`): found, and compared with the run."""
+
+from pathlib import Path
+from typing import Any
+
+from depthbench.checkpoint.folder import Published, find
+from depthbench.config.load import plain, typed
+from depthbench.config.schema import RunConfig
+from depthbench.errors import UserError
+
+_SHAPING = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "tie_embeddings",
+)
+
+
+def find_initial(run: RunConfig) -> Published | None:
+    """The checkpoint that `run.initial` names, or the newest of the run folder that it names.
+
+    Raises UserError where there is none, or with every setting in which its model is not the run's.
+    """
+    if run.initial is None:
+        return None
+    checkpoint = find(Path(run.initial))
+    before = typed(checkpoint.manifest()["settings"])
+    theirs, ours = _function(before), _function(run)
+    if before.model.rope_scaling is None:  # the run may reach further than its weights did
+        ours["model.rope_scaling"] = None
+    differences = [
+        f"{name} is {theirs.get(name, 'unset')} there and {ours.get(name, 'unset')} here"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differences:
+        raise UserError(
+            f"cannot start from initial={run.initial}: {'; '.join(differences)}. Take the settings of the model "
+            "there (an import has them in model.yaml and residual.yaml: model=FOLDER/model.yaml "
+            "residual=FOLDER/residual.yaml), or another checkpoint"
+        )
+    return checkpoint
+
+
+def _function(run: RunConfig) -> dict[str, Any]:
+    """What a model's weights depend on, for their shapes or for what they compute."""
+    model, settings = run.model, plain(run)
+    found = {f"model.{name}": settings["model"][name] for name in _SHAPING}
+    found |= {"model.num_kv_heads": model.kv_heads, "model.head_dim": model.head_size}
+    return {**found, **{f"residual.{name}": value for name, value in settings["residual"].items()}}
