@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-
 _SHORT_WRITE = "inline_container"  # the part of torch that finds fewer bytes in a file than it wrote
 
 
