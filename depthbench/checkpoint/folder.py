@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from depthbench.errors import UserError
 
+from .stored import damage
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8})$")
 
@@ -57,15 +59,8 @@ class Published:
 
     def check_files(self) -> None:
         """Raise UserError naming the first data file that is missing or shorter than the metadata says."""
-        needed: dict[str, int] = {}
-        for place in (self._metadata().storage_data or {}).values():
-            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
-        for name, size in sorted(needed.items()):
-            file = self.path / name
-            found = file.stat().st_size if file.is_file() else None
-            if found is None or found < size:
-                state = "is missing" if found is None else f"has {found} bytes where {size} were written"
-                raise self._broken(f"{name} {state}")
+        if fault := damage(self.path, self._metadata()):
+            raise self._broken(fault)
 
 
 def folder_name(step: int) -> str:

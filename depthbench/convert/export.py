@@ -62,7 +62,7 @@ def export(
     dtype = dtype or weights.dtypes["embedding.weight"]
     tensors = exported_tensors(weights.run, residual, dtype)
     check(weights, tensors)
-    tokenizer = _tokenizer(weights, warn)
+    tokenizer = tokenizer_of(weights, warn)
     eos = tokenizer.eod if tokenizer else None
     llama = is_llama(weights.run, residual)
 
@@ -77,8 +77,8 @@ def export(
     try:
         partial.mkdir(parents=True)
         write_shards(partial, tensors, max_shard_bytes, read)
-        _write_json(partial / "config.json", model_config(weights.run, residual, dtype, eos))
-        _write_json(partial / "generation_config.json", generation_config(eos))
+        write_json(partial / "config.json", model_config(weights.run, residual, dtype, eos))
+        write_json(partial / "generation_config.json", generation_config(eos))
         if tokenizer and (fault := write_tokenizer(partial, tokenizer, weights.run.model.sequence_length)):
             warn(fault)
         for name, text in {} if llama else code_files(residual).items():
@@ -120,11 +120,11 @@ def publish(partial: Path, out: Path) -> None:
     shutil.rmtree(old)
 
 
-def _write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _tokenizer(weights: Weights, warn: Callable[[str], None]) -> Tokenizer | None:
+def tokenizer_of(weights: Weights, warn: Callable[[str], None]) -> Tokenizer | None:
     """The run's tokenizer. A checkpoint may have been moved to where it is not: that is no reason not to export."""
     try:
         return load_tokenizer(weights.run.data.tokenizer)

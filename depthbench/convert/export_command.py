@@ -1,14 +1,24 @@
-"""`depthbench convert export CHECKPOINT OUT`: a checkpoint to a folder that Hugging Face's transformers loads."""
+"""`depthbench convert export CHECKPOINT OUT`: a checkpoint to a folder for Hugging Face's transformers, or for
+DepthBench's own code."""
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from depthbench.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action's arguments to `parser`."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's (the newest)")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must be empty or not exist")
+    parser.add_argument(
+        "--format",
+        choices=("huggingface", "olmo"),
+        default="huggingface",
+        help="olmo: a checkpoint of DepthBench's own code, a fork of OLMo-core, in the stored types",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
@@ -27,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     def warn(line: str) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
+    if args.format == "olmo":
+        return _olmo(args, warn)
     done = export(
         args.checkpoint,
         args.out,
@@ -47,4 +59,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"depthbench: {found.describe()}. The files are kept in {done.folder}", file=sys.stderr)
         return 1
     print(found.describe())
+    return 0
+
+
+def _olmo(args: argparse.Namespace, warn: Callable[[str], None]) -> int:
+    from .olmo_export import export_olmo, verify_olmo
+
+    if args.dtype:
+        raise UserError(f"--dtype={args.dtype}: --format olmo keeps the stored types")
+    done = export_olmo(args.checkpoint, args.out, overwrite=args.overwrite, warn=warn)
+    run = done.weights.run
+    print(f"wrote {done.folder}: {run.architecture}, step {done.weights.checkpoint.step}, {len(done.tensors)} tensors")
+    if args.no_verify:
+        return 0
+    fault = verify_olmo(done)
+    if fault:
+        print(f"depthbench: {fault}. The files are kept in {done.folder}", file=sys.stderr)
+        return 1
+    print("verified: settings and every tensor are read back equal")
     return 0

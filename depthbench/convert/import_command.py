@@ -7,7 +7,12 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action's arguments to `parser`."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a Hugging Face folder: a Llama, or an export")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a Hugging Face folder (a Llama, or an export), or a checkpoint of DepthBench's own code",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must be empty or not exist")
     parser.add_argument(
         "--residual",
@@ -15,7 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make another architecture of a Pre-LN model: a name under configs/residual/ or a YAML file",
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of that architecture: num_blocks=4"
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings of that architecture: num_blocks=4; without --residual, of what DepthBench leaves open",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="of DepthBench's checkpoints that do not say how to read them: a text whose loss tells",
     )
     parser.add_argument(
         "--allow-different", action="store_true", help="import even if that architecture cannot keep the function"
@@ -33,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 where the checkpoint does not compute what the source does; raises UserError."""
     from .export import DTYPES
     from .importing import import_model
+    from .olmo import OlmoSource
+    from .olmo_unsaid import decided
     from .opening import open_source
     from .source import Source
     from .upcycle import upcycled
@@ -42,9 +59,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: {line}", file=sys.stderr)
 
     original: Source = open_source(args.source)
+    words = args.set
+    if isinstance(original, OlmoSource) and original.unsaid and not args.residual:
+        original, words = decided(original, args.set, args.text), []
+        for line in original.origin.get("found_by_loss", ()):
+            print(line)
     source, different = original, ""
-    if args.residual or args.set:
-        source = made = upcycled(original, args.residual, args.set, args.allow_different)
+    if args.residual or words:
+        source = made = upcycled(original, args.residual, words, args.allow_different)
         different = made.different
     done = import_model(
         source, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, overwrite=args.overwrite, warn=warn

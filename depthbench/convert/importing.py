@@ -67,7 +67,7 @@ def import_model(
     if newer := [c for c in checkpoints.published(out / "checkpoints") if c.step > 0]:
         raise UserError(f"{out} holds a run's checkpoint, {newer[-1].path.name}: --overwrite does not remove it")
     dtype = dtype or _holding_all(source)
-    run = _settings(source, out, dtype)
+    run = run_of(source, out, dtype)
     tensors = named_tensors(run.model, residual_of(run), dtype, llama=False)
     _check_names(source, tensors)
     planned = {PREFIX + t.logical: Planned(PREFIX + t.logical, t.shape or (1,), t.dtype) for t in tensors}
@@ -108,14 +108,14 @@ def import_model(
 
 def _holding_all(source: Source) -> torch.dtype:
     """Float16 is none of the types that a run can have, so it counts as float32."""
-    residual = residual_of(_settings(source, Path(), torch.bfloat16))
+    residual = residual_of(run_of(source, Path(), torch.bfloat16))
     tensors = named_tensors(source.model, residual, torch.bfloat16, llama=False)
     types = [source.dtypes[t.logical] for t in tensors if t.dtype is torch.bfloat16 and t.logical in source.dtypes]
     widest = functools.reduce(torch.promote_types, types, torch.bfloat16)
     return widest
 
 
-def _settings(source: Source, out: Path, dtype: torch.dtype) -> RunConfig:
+def run_of(source: Source, out: Path, dtype: torch.dtype) -> RunConfig:
     """A run that has not begun: no data, no steps."""
     place = str(out.resolve() / "tokenizer") if source.tokenizer else "none"
     return RunConfig(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .depth_read import DepthRead, link
 from .norms import RMSNorm
+from .olmo import OlmoFormat, OlmoSetting
 from .protocol import Connection, Cost, Kept, Read, Residual, Shape, Upcycling
 from .state import DepthState, StateSpec, TensorSpec
 
@@ -85,6 +86,25 @@ class BlockAttnResReadout(nn.Module):
 class BlockAttnRes(Residual, name="block_attnres"):
     Config = BlockAttnResConfig
     config: BlockAttnResConfig
+    olmo = OlmoFormat(
+        ("attnres", "attn_res"),
+        former=("attnres_block_size", None),
+        names={
+            "attention_residual.depth_read.query": "attn_res_proj.weight",
+            "attention_residual.depth_read.key_norm": "attn_res_norm.weight",
+            "mlp_residual.depth_read.query": "mlp_res_proj.weight",
+            "mlp_residual.depth_read.key_norm": "mlp_res_norm.weight",
+            "readout.depth_read.query": "res_proj.weight",
+            "readout.depth_read.key_norm": "res_norm.weight",
+        },
+        rows=frozenset({"attn_res_proj.weight", "mlp_res_proj.weight", "res_proj.weight"}),
+        unused=frozenset({"attn_res_proj.weight", "attn_res_norm.weight"}),  # of block 0, in other systems' files
+        settings={"sublayers_per_block": OlmoSetting("attnres_block_size", 1, in_effect="block_length")},
+        constants={
+            **{"temperature": 1.0, "key_norm": True, "key_norm_eps": 1e-5},
+            **{"read_norm_eps": 1e-5, "read_norm_eps_of_sum": False},
+        },
+    )
 
     def __init__(self, config: BlockAttnResConfig, shape: Shape) -> None:
         super().__init__(config, shape)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import LayerNorm
+from .olmo import OlmoFormat
 from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
 
@@ -42,6 +43,7 @@ class DeepNormConnection(Connection):
 class DeepNorm(HiddenResidual, name="deepnorm"):
     Config = DeepNormConfig
     config: DeepNormConfig
+    olmo = OlmoFormat(("deepnorm",), norm="default", init="deepnorm")
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         alpha = (2 * self.shape.num_layers) ** 0.25

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
+from .olmo import OlmoFormat
 from .parameters import constant, fixed, residual_parameter
 from .protocol import Connection, Cost, Kept, Read, Upcycling
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
-from .streams import StreamResidual
+from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,36 @@ class HCReadout(nn.Module):
 class HC(StreamResidual, name="hc"):
     Config = HCConfig
     config: HCConfig
+    olmo = OlmoFormat(
+        ("hc",),
+        former=("hyper_connections.kind", ("hc",)),
+        names=olmo_names(
+            {
+                "static_alpha": "static_alpha",
+                "dynamic_alpha": "dynamic_alpha_proj",
+                "dynamic_alpha_scale": "dynamic_alpha_scale",
+                "static_beta": "static_beta",
+                "dynamic_beta": "dynamic_beta_proj",
+                "dynamic_beta_scale": "dynamic_beta_scale",
+            }
+        ),
+        aliases=OLMO_ALIASES,
+        settings={"num_streams": OLMO_STREAMS},
+        constants={"row_norm_eps": 1e-8},
+        final_eps="readout_norm_eps",
+        unsaid={"readout": ("sum_then_norm", "norm_then_sum")},
+        fixed={
+            "hyper_connections._CLASS_": OLMO_CLASS,
+            "hyper_connections.kind": ("hc", None),
+            "hyper_connections.tanh": (None, True),
+            "hyper_connections.collapse": ("auto", "sum", None),
+        },
+        free=OLMO_FREE
+        | {
+            f"hyper_connections.{key}"
+            for key in ("sinkhorn_iters", "liger_rms_eps", "liger_pre_eps", "liger_sinkhorn_eps", "liger_post_mult")
+        },
+    )
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return HCConnection(sublayer, self.shape.hidden_size, self.config, dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
+from .olmo import POST_NORMS, OlmoFormat
 from .pre_ln import PreLNConnection
 from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
@@ -39,6 +40,7 @@ class KEELConnection(PreLNConnection):
 class KEEL(HiddenResidual, name="keel"):
     Config = KEELConfig
     config: KEELConfig
+    olmo = OlmoFormat(("keel",), names=POST_NORMS, eps=("norm_eps", "post_norm_eps"))
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         width = self.shape.hidden_size

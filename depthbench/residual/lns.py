@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .hidden import HiddenResidual
+from .olmo import OlmoFormat
 from .pre_ln import PreLNConnection
 from .protocol import Connection, Read, Upcycling
 from .state import DepthState
@@ -35,6 +36,7 @@ class LNSConnection(PreLNConnection):
 class LNS(HiddenResidual, name="lns"):
     Config = LNSConfig
     config: LNSConfig
+    olmo = OlmoFormat(("default_scaled",))
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return LNSConnection(sublayer // 2, self.shape.hidden_size, self.config.norm_eps, dtype)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from .norms import RMSNorm
+from .olmo import OlmoFormat, OlmoSetting
 from .parameters import Init, constant, fixed, residual_parameter, truncated_normal
 from .protocol import Connection, Cost, Kept, Read, Shape, Upcycling
 from .sinkhorn import sinkhorn
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
-from .streams import StreamResidual
+from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
 
 GAP = 8.0  # between the initial bias of the stream that is read, or kept, and the others'
 UPCYCLED_SINKHORN_EPS = 1e-12  # 1e-6 would shrink h by as much at every sublayer
@@ -103,6 +104,40 @@ class MHCReadout(nn.Module):
 class MHC(StreamResidual, name="mhc"):
     Config = MHCConfig
     config: MHCConfig
+    olmo = OlmoFormat(
+        ("mhc",),
+        former=("hyper_connections.kind", ("mhc", "mhc_static", "liger_mhc")),
+        names=olmo_names(
+            {
+                "phi": "phi",
+                "bias": "b",
+                "scale_pre": "alpha_pre",
+                "scale_post": "alpha_post",
+                "scale_res": "alpha_res",
+            }
+        ),
+        aliases=OLMO_ALIASES,
+        settings={
+            "num_streams": OLMO_STREAMS,
+            "sinkhorn_iterations": OlmoSetting("hyper_connections.sinkhorn_iters", 20),
+            "sinkhorn_eps": OlmoSetting("hyper_connections.liger_sinkhorn_eps", 1e-6),
+            "coefficient_eps": OlmoSetting("hyper_connections.liger_rms_eps", 1e-6),
+            "readout": OlmoSetting(
+                "hyper_connections.collapse",
+                "auto",
+                {"auto": "mean_then_norm", "mean": "mean_then_norm", "sum": "sum_then_norm"},
+            ),
+        },
+        constants={"sinkhorn_order": "rows_first"},
+        final_eps="readout_norm_eps",
+        fixed={  # of its three kinds, one computes this
+            "hyper_connections._CLASS_": OLMO_CLASS,
+            "hyper_connections.kind": ("liger_mhc",),
+            "hyper_connections.liger_pre_eps": (0.0, None),
+            "hyper_connections.liger_post_mult": (2.0, None),
+        },
+        free=OLMO_FREE | {"hyper_connections.tanh"},
+    )
 
     def __init__(self, config: MHCConfig, shape: Shape) -> None:
         super().__init__(config, shape)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
+from .olmo import OlmoFormat, OlmoSetting
 from .protocol import Connection, Cost, DepthKV, ExtraProjection, Kept, Read, Shape, Upcycling
 from .state import DepthState, Placement, StateSpec, TensorSpec
 
@@ -66,6 +67,25 @@ class MoDAConnection(Connection):
 class MoDA(HiddenResidual, name="moda"):
     Config = MoDAConfig
     config: MoDAConfig
+    olmo = OlmoFormat(
+        ("moda", "post_norm_moda"),
+        names={
+            "mlp.depth_k.weight": "feed_forward.kv_proj.weight",
+            "mlp.depth_v.weight": "feed_forward.kv_proj.weight",
+        },
+        unused=frozenset({"feed_forward.kv_proj.weight"}),  # the last block's, where its config does not leave it out
+        settings={"norm": OlmoSetting("name", "moda", {"moda": "pre", "post_norm_moda": "post"})},
+        fixed={
+            "moda._CLASS_": ("olmo_core.nn.transformer.config.MoDAConfig", None),
+            "moda.extra_ffn_kv_proj": (True, None),
+            "moda.extra_attn_kv_proj": (False, None),
+            "moda.attention_scale": (None,),
+        },
+        free=frozenset(f"moda.{key}" for key in ("backend", "cache_post_norm_k", "depth_bs", "depth_warps")),
+        last_block={"moda_skip_ffn_kv": True},
+        attention="attention.attention",
+        feed_forward="feed_forward.feed_forward",
+    )
 
     def _leaves_slot(self, sublayer: int) -> bool:
         return sublayer // 2 < self.shape.num_layers - 1

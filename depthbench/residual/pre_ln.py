@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
+from .olmo import OlmoFormat
 from .protocol import Connection, Read, Upcycling
 from .state import DepthState
 
@@ -42,6 +43,7 @@ class PreLN(HiddenResidual, name="pre_ln"):
         "mlp_residual.norm.weight": "post_attention_layernorm.weight",
         "readout.norm.weight": "norm.weight",
     }
+    olmo = OlmoFormat(("default",))
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return PreLNConnection(self.shape.hidden_size, self.config.norm_eps, dtype)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .olmo import OlmoFormat
 from .state import DepthState, StateSpec
 
 
@@ -123,6 +124,8 @@ class Residual(ABC):
     llama_names: ClassVar[Mapping[str, str] | None] = None
     """Where transformers' own Llama computes the same function: what it calls this architecture's parameters (block and
     model prefixes apart). Its norms have one eps, `config.norm_eps`."""
+    olmo: ClassVar[OlmoFormat | None] = None
+    """How it lies in checkpoints of DepthBench's own code, where that has it."""
     registry: ClassVar[dict[str, type["Residual"]]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .hidden import HiddenResidual
 from .norms import RMSNorm
+from .olmo import POST_NORMS, OlmoFormat
 from .pre_ln import PreLNConnection
 from .protocol import Connection, Kept, Read, Upcycling
 from .state import DepthState
@@ -37,6 +38,7 @@ class SandwichLNConnection(PreLNConnection):
 class SandwichLN(HiddenResidual, name="sandwich_ln"):
     Config = SandwichLNConfig
     config: SandwichLNConfig
+    olmo = OlmoFormat(("peri_norm",), names=POST_NORMS, eps=("norm_eps", "post_norm_eps"))
 
     def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
         return SandwichLNConnection(self.shape.hidden_size, self.config, dtype)

@@ -1,12 +1,46 @@
 """What architectures share whose state is n residual streams, live; `config.num_streams` is n."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from .olmo import OlmoSetting
 from .protocol import Residual, Shape
 from .state import DepthState, StateSpec, TensorSpec
+
+BRANCHES = {"attention": "attention", "mlp": "feed_forward"}  # ours and DepthBench's
+
+
+def olmo_names(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Of both connections' parameters, ours -> theirs."""
+    return {
+        f"{ours}_residual.{name}": f"{theirs}_hyper_connection.{parameters[name]}"
+        for ours, theirs in BRANCHES.items()
+        for name in parameters
+    }
+
+
+# there a connection holds its branch, which the block holds too
+OLMO_ALIASES = {
+    f"{branch}_hyper_connection.branch.{inner}.": f"{outer}."
+    for branch in BRANCHES.values()
+    for inner, outer in (("norm", f"{branch}_norm"), (branch, branch))
+}
+OLMO_STREAMS = OlmoSetting("hyper_connections.num_residual_streams", 4)
+OLMO_CLASS = ("olmo_core.nn.transformer.config.HyperConnectionsConfig", None)
+OLMO_FREE = frozenset(
+    f"hyper_connections.{key}"
+    for key in (
+        "gating_factor_init",
+        "disable_static_weight_decay",
+        "scale_output_init_by_sqrt_n",
+        "sinkhorn_tau",
+        "liger_phi_dtype",
+        "liger_allow_fp32",
+    )
+)
 
 
 class StreamResidual(Residual):
