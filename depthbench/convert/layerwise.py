@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .memory import give_back
+
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -58,6 +60,7 @@ class Layerwise:
             for module, leaf, _ in self._held[part]:
                 empty = torch.empty_like(getattr(module, leaf), device="meta")
                 setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+            give_back()
 
     def hook(self, parts: Iterable[nn.Module]) -> None:
         """Let each of `parts` have its weights whenever it is called."""

@@ -1,5 +1,6 @@
 """Run as a script, in an interpreter of its own: what a consumer of exports, without depthbench, Megatron and network,
-finds. `fresh.py ANSWERS FOLDER...`; ANSWERS gets one dictionary an export, by the folder's name (torch.save)."""
+finds. `fresh.py ANSWERS FOLDER...`; ANSWERS gets one dictionary an export, by the folder's name (torch.save): long ones
+of exports in float32, short ones of others."""
 
 import copy
 import os
@@ -180,6 +181,24 @@ def answers(folder: Path) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def as_stored(folder: Path) -> dict[str, Any]:
+    """In the type that the export is stored in."""
+    model = load(folder, dtype="auto")
+    batch = tokens(2, 24)
+    return {
+        "tokens": batch,
+        "logits": model(batch).logits,
+        "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "cached": generated(model, batch) == generated(model, batch, use_cache=False),
+    }
+
+
+def find(folder: Path) -> dict[str, Any]:
+    config = AutoConfig.from_pretrained(folder, **trust(folder))
+    return answers(folder) if config.dtype is torch.float32 else as_stored(folder)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.save({Path(folder).name: answers(Path(folder)) for folder in sys.argv[2:]}, sys.argv[1])
+    torch.save({Path(folder).name: find(Path(folder)) for folder in sys.argv[2:]}, sys.argv[1])
