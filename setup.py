@@ -49,6 +49,8 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "transformers",
+            "accelerate",
+            "peft",
         ],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},
