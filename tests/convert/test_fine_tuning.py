@@ -16,6 +16,10 @@ from .checkpoints import CASES, Case, export, run_of, saved
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+# once, so that forked workers need not
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
+
 NAMES = ("pre_ln", "block_attnres", "moda")
 VOCABULARY = 515
 
@@ -30,8 +34,6 @@ def exports(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     remote = {"trust_remote_code": True} if (folder / "modeling_depthbench.py").is_file() else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **remote, **options)
 
@@ -45,8 +47,6 @@ def fine_tune(model: Any, folder: Path, **options: Any) -> list[float]:
     """Losses of a few steps of transformers' Trainer on the same batch."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of the tests' own workers; it would start a process group
         os.environ.pop(name, None)
-    from transformers import Trainer, TrainingArguments
-
     settings = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=8,
@@ -98,8 +98,6 @@ def test_trainer(exports: Path, tmp_path: Path, name: str) -> None:
 
 
 def with_lora(rank: int, world_size: int, store: str, folder: Path, scratch: Path) -> tuple[list[float], float, bool]:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     before = logits(load(folder))
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(load(folder), config)
