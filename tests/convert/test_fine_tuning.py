@@ -17,8 +17,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 # once, so that forked workers need not
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 NAMES = ("pre_ln", "block_attnres", "moda")
 VOCABULARY = 515
