@@ -39,7 +39,7 @@ def test_layerwise() -> None:
     Layerwise(model, parts, reader).hook(parts)
     assert read == ["norm.weight", "norm.bias"]
     present: list[bool] = []
-    model.inner[1].register_forward_hook(lambda *_: present.append(model.inner[0].weight.is_meta))
+    model.inner[1].register_forward_hook(lambda *_: present.append(bool(model.inner[0].weight.is_meta)))
     tokens = torch.arange(5)
     assert torch.equal(model(tokens), whole(tokens))
     assert present == [False]
