@@ -60,7 +60,7 @@ def fine_tune(model: Any, folder: Path, **options: Any) -> list[float]:
         seed=0,
         **options,
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=examples())  # type: ignore[arg-type]
+    trainer = Trainer(model=model, args=settings, train_dataset=examples())
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
