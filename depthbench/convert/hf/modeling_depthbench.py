@@ -41,7 +41,7 @@ class DepthBenchPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     @property
-    def _supports_flash_attn(self) -> bool:
+    def _supports_flash_attn(self) -> bool:  # type: ignore[override]
         """Not where attention over depth has its own joint softmax: asked before a model is built."""
         residual = residual_of(self.config)
         before_last_block = residual.state_at(2 * (self.config.num_hidden_layers - 1))

@@ -1,0 +1,108 @@
+"""Where runs stand, read from what they left in their folders. No run is touched, and none has to be alive."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SILENT = 600.0  # seconds without a word, beyond ten steps' time, after which a run is hardly alive
+_TAIL = 1 << 20  # bytes at a file's end in which its last lines are looked for: thousands of steps
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run folder.
+
+    state: `status.json`'s running, stopped, finished or failed; `silent` where a running one has written nothing for
+    long; `new` before its first start. step: the last one in its metrics; steps: how many it is to have. loss,
+    tokens_per_second: of that step. valid_loss: the newest. eta_seconds: to its end, at its pace of late, if it runs.
+    quiet_seconds: since it wrote. reason: why it stopped or failed.
+    """
+
+    folder: str
+    name: str
+    architecture: str
+    state: str
+    step: int
+    steps: int | None
+    loss: float | None
+    valid_loss: float | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    quiet_seconds: float | None
+    reason: str
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """Run folders at or under `root`, by name; what lies inside a run's is its own."""
+    if (root / "run.yaml").is_file() or (root / "status.json").is_file():
+        yield root
+        return
+    for entry in sorted(root.iterdir()) if root.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            yield from run_folders(entry)
+
+
+def read_state(folder: Path) -> RunState:
+    settings = _mapping(folder / "run.yaml")
+    status = _mapping(folder / "status.json")
+    metrics = folder / "metrics.jsonl"
+    lines = _last_lines(metrics)
+    last = lines[-1] if lines else {}
+    evaluated = [line["eval/loss"] for line in lines if "eval/loss" in line]
+    quiet = (
+        time.time() - max(path.stat().st_mtime for path in (metrics, folder / "status.json") if path.is_file())
+        if (status or lines)
+        else None
+    )
+    state = str(status.get("state", "new"))
+    if state == "running" and quiet is not None and quiet > SILENT + 10 * last.get("step_seconds", 0.0):
+        state = "silent"
+    return RunState(
+        folder=str(folder),
+        name=str(settings.get("name", folder.name)),
+        architecture=str((settings.get("residual") or {}).get("architecture", "")),
+        state=state,
+        step=int(last.get("step", status.get("step", 0))),
+        steps=(settings.get("train") or {}).get("steps"),
+        loss=last.get("loss"),
+        valid_loss=evaluated[-1] if evaluated else None,
+        tokens_per_second=last.get("tokens_per_second"),
+        eta_seconds=last.get("eta_seconds") if state == "running" else None,
+        quiet_seconds=quiet,
+        reason=str(status.get("reason", "")),
+    )
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """Of a YAML or JSON file; empty where it is not there, or not whole while it is being written."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last whole lines of a JSONL file, however long it is."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL)
+            file.seek(start)
+            pieces = file.read().split(b"\n")[1 if start else 0 : -1]  # the last has no end yet, or is empty
+    except OSError:
+        return []
+    return [line for line in map(_parsed, pieces) if line]
+
+
+def _parsed(piece: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(piece)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
