@@ -118,8 +118,8 @@ def files_changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[], N
     def before() -> None:
         write = export_module.write_shards
 
-        def changed(folder: Path, *args: Any) -> None:
-            write(folder, *args)
+        def changed(folder: Path, *args: Any, **options: Any) -> None:
+            write(folder, *args, **options)
             tensors = load_file(folder / "model.safetensors")
             change(tensors)
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
