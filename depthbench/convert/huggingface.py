@@ -18,7 +18,7 @@ from depthbench.residual import Residual, architecture
 from .llama import llama_settings
 from .names import Exported, named_tensors
 from .shards import INDEX
-from .verify import _transformers as installed_transformers
+from .verify_export import installed_transformers
 
 CONFIG = "config.json"
 OWN = "depthbench"  # the model type of our own exports

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from depthbench.errors import UserError
 
+from .memory import give_back
 from .names import Exported
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -48,6 +49,7 @@ def write_shards(folder: Path, tensors: Sequence[Exported], limit: int, read: Ca
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file({tensor.name: read(tensor) for tensor in shard}, folder / name, metadata={"format": "pt"})
+        give_back()
         places.update({tensor.name: name for tensor in shard})
     if len(shards) > 1:
         total = sum(tensor.bytes for tensor in tensors)

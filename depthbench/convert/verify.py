@@ -1,7 +1,7 @@
 """Whether an export computes what its checkpoint does: both run on the same tokens, block by block.
 
-The source is the trainer's own model (on one process), with the checkpoint's weights as the export stores them; the
-export is loaded by transformers. Both compute in float32 (an export in float64: in float64).
+The source is the trainer's own model (`verify_source`), the export the one that transformers builds (`verify_export`).
+Both compute in float32 (an export in float64: in float64), and neither is ever in memory as a whole.
 
 A deep model can amplify rounding until logits differ visibly. So where they do, each block of the export is run again
 on what the source's block got, and judged by itself.
@@ -9,63 +9,60 @@ on what the source's block got, and judged by itself.
 Shapes: S tokens, B sequences, V vocabulary, D hidden.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthbench.config.schema import ParallelConfig, PipelineConfig, Precision, RunConfig
-from depthbench.errors import UserError
-from depthbench.model.build import build_stage
-from depthbench.model.stage import DecoderStage
-from depthbench.parallel import startup
-from depthbench.parallel.placement import logical_shards
+from depthbench.config.schema import RunConfig
 from depthbench.residual.state import DepthState
 
 from .export import Export
+from .verify_export import load
+from .verify_source import Values, source_values
 
 TOLERANCE = 1e-4  # of the largest element: rounding stays below 1e-5, a wrong scale or constant is far above
+TOLERANCE_FLOAT64 = 1e-9
 SEQUENCES, TOKENS = 2, 128
-
-
-@dataclass(frozen=True)
-class Values:
-    """logits: [B, S, V]. blocks: what each block leaves, [B, S, D] (residual streams: [B, S, N, D]). states: what each
-    block, and at last the readout, got: the source's depth states, with tokens first."""
-
-    logits: Tensor
-    blocks: list[Tensor]
-    states: list[DepthState]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Differences over the source's largest element. logits: of models left alone. embedding, blocks, head: of each
-    part, given what the source's part got (empty where logits agree)."""
+    part, given what the source's part got (empty where logits agree). faults: of files that do not hold what the model
+    expects, which was not run then."""
 
     tokens: int
     logits: float
+    tolerance: float = TOLERANCE
     embedding: float = 0.0
     blocks: tuple[float, ...] = ()
     head: float = 0.0
+    faults: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         parts = (self.embedding, *self.blocks, self.head)
-        return _small(self.logits) or (bool(self.blocks) and all(_small(part) for part in parts))
+        return self._small(self.logits) or (bool(self.blocks) and all(map(self._small, parts)))
+
+    def _small(self, error: float) -> bool:
+        return error <= self.tolerance  # NaN is not
 
     def describe(self) -> str:
         """One line: that they agree, or where they part."""
-        if _small(self.logits):
+        if self.faults:
+            more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
+            return f"the export's files are not its model's: {'; '.join(self.faults[:5])}{more}"
+        if self._small(self.logits):
             return f"verified: logits at {self.tokens} positions agree to {self.logits:.1e} of the largest"
         if self.equal:
             return (
                 f"verified block by block: given the same, each agrees to {max(self.blocks):.1e} of its largest, the "
                 f"head to {self.head:.1e}; left alone, the model amplifies rounding: logits differ by {self.logits:.1e}"
             )
-        wrong = [number for number, error in enumerate(self.blocks) if not _small(error)]
-        if not _small(self.embedding):
+        wrong = [number for number, error in enumerate(self.blocks) if not self._small(error)]
+        if not self._small(self.embedding):
             where = f"the embedding differs, by {self.embedding:.1e} of its largest"
         elif wrong:
             others = (
@@ -77,60 +74,11 @@ class Comparison:
         return f"the export does not compute what the checkpoint does: logits differ by {self.logits:.1e}; {where}"
 
 
-def _small(error: float) -> bool:
-    return error <= TOLERANCE  # NaN is not
-
-
 def sample_tokens(run: RunConfig) -> Tensor:
     """[B, S] tokens, the same at each call."""
     length = min(TOKENS, run.model.sequence_length)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(run.model.vocab_size, (SEQUENCES, length), generator=generator)
-
-
-@torch.no_grad()
-def source_values(done: Export, tokens_BS: Tensor) -> Values:
-    """The trainer's model, on this process."""
-    precision = Precision.FP64 if done.dtype is torch.float64 else Precision.FP32
-    run = replace(
-        done.weights.run,
-        parallel=ParallelConfig(distributed_optimizer=False),
-        pipeline=PipelineConfig(),
-        train=replace(done.weights.run.train, precision=precision),
-    )
-    context = startup.start(run)
-    try:
-        stage = build_stage(run, context, draw=False)
-        _fill(stage, done)
-        state = stage.residual.start(stage.embed(tokens_BS))
-        states, blocks = [state], []
-        for block in stage.blocks.values():
-            state = block(state)
-            states.append(state)
-            blocks.append(stage.residual.probe(state).transpose(0, 1))
-        return Values(stage.logits(state)[..., : run.model.vocab_size].transpose(0, 1), blocks, states)
-    finally:
-        startup.stop()
-
-
-def _fill(stage: DecoderStage, done: Export) -> None:
-    exported = {tensor.logical: tensor for tensor in done.tensors}
-    for name, parameter in stage.named_parameters():
-        for shard in logical_shards(name, parameter, 0, 1):
-            tensor = exported[shard.name]
-            parameter[shard.local] = done.weights.read(tensor.logical, tensor.shape, tensor.dtype)[shard.glob].to(
-                parameter
-            )
-
-
-def _load(done: Export, dtype: torch.dtype) -> Any:
-    return (
-        _transformers()
-        .AutoModelForCausalLM.from_pretrained(
-            done.folder, trust_remote_code=done.remote_code, dtype=dtype, local_files_only=True
-        )
-        .eval()
-    )
 
 
 def _as(given: Any, state: DepthState) -> Any:
@@ -176,28 +124,21 @@ def by_parts(model: Any, tokens_BS: Tensor, ours: Values) -> tuple[float, tuple[
     return embedding, errors, _error(logits, ours.logits)
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            'verification loads the export with transformers, which is missing: pip install "depthbench[convert]", '
-            "or give --no-verify"
-        ) from error
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 def verify(done: Export) -> Comparison:
     """Run both models. Nothing is changed or removed, whatever comes out."""
     tokens_BS = sample_tokens(done.weights.run)
-    model = _load(done, torch.float64 if done.dtype is torch.float64 else torch.float32)
+    wide = done.dtype is torch.float64
+    # transformers' own Llama has norms in float32 whatever the rest is
+    tolerance = TOLERANCE_FLOAT64 if wide and done.remote_code else TOLERANCE
+    model, faults = load(done, torch.float64 if wide else torch.float32)
+    if faults:
+        return Comparison(tokens_BS.numel(), float("nan"), tolerance, faults=tuple(faults))
     ours = source_values(done, tokens_BS)
     with torch.no_grad():
         logits = _error(model(tokens_BS, use_cache=False).logits, ours.logits)
-    if _small(logits):
-        return Comparison(tokens_BS.numel(), logits)
-    return Comparison(tokens_BS.numel(), logits, *by_parts(model, tokens_BS, ours))
+    if logits <= tolerance:
+        return Comparison(tokens_BS.numel(), logits, tolerance)
+    return Comparison(tokens_BS.numel(), logits, tolerance, *by_parts(model, tokens_BS, ours))
 
 
 def _error(theirs: Tensor, ours: Tensor) -> float:

@@ -23,9 +23,9 @@ from depthbench.parallel import startup
 from depthbench.parallel.context import ParallelContext
 from depthbench.parallel.placement import logical_shards
 from depthbench.pipeline.build import make_transport
+from depthbench.training.trainer import train
 from tests.corpora import VOCAB, Corpus, trainable_run
-from tests.harness import join_world, run_workers
-from tests.training.test_resume import training
+from tests.harness import defer_world, join_world, run_workers
 
 MODEL = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": VOCAB + 3}
 
@@ -66,6 +66,17 @@ CASES = {
     "moda": case("moda", processes=4, parallel={"tensor": 2, "sequence": True, "pipeline": 2}, num_layers=4),
 }
 
+# for those that are trained: tensor and pipeline parallel, some with sequence parallelism, one interleaved
+TP2_PP2 = {"tensor": 2, "pipeline": 2}
+FURTHER: dict[str, dict[str, Any]] = {
+    **{name: {"sequence": True} for name in ("lns", "full_attnres", "hc", "moda")},
+    "block_attnres": {"virtual_pipeline": 2},
+}
+TRAINED = {
+    name: Case(case.residual, {**case.model, "num_layers": 4}, {**TP2_PP2, **FURTHER.get(name, {})}, 4)
+    for name, case in CASES.items()
+}
+
 
 def run_of(corpus: Corpus, folder: Path, case: Case, **train: Any) -> RunConfig:
     return trainable_run(
@@ -94,31 +105,43 @@ def shaken(rank: int = 0) -> None:
     build.initialize = random
 
 
-def trained(corpus: Corpus, folder: Path, case: Case) -> RunConfig:
-    """Trains three steps into `folder`."""
-    run = run_of(corpus, folder, case)
-    assert run_workers(case.processes, training, run, shaken) == [0] * case.processes
-    return run
-
-
-def _save(rank: int, world_size: int, store: str, run: RunConfig, change: Callable[[str, Tensor], None] | None) -> None:
-    join_world(rank, world_size, store)
+def _train(rank: int, world_size: int, store: str, runs: list[RunConfig]) -> list[int]:
+    defer_world(rank, world_size, store)
     shaken()
-    context = startup.start(run)
-    tensors = model_tensors(build.build_stages(run, context, make_transport(run, context)))
-    for tensor in tensors if change else []:
-        assert change
-        change(tensor.key, tensor.data)
-    writer = CheckpointWriter(Path(run.folder) / "checkpoints", run.checkpoint, lambda line: None)
-    manifest = {"step": 1, "consumed_samples": 4, "architecture": run.architecture, "settings": plain(run)}
-    writer.save(1, tensors, manifest)
-    writer.close()
+    return [train(run) for run in runs]
+
+
+def trained(runs: list[RunConfig], processes: int) -> None:
+    """Trains one run after the other in the same processes: starting them takes longer than three steps."""
+    assert run_workers(processes, _train, runs) == [[0] * len(runs)] * processes
+
+
+def _save(
+    rank: int, world_size: int, store: str, runs: list[RunConfig], change: Callable[[str, Tensor], None] | None
+) -> None:
+    defer_world(rank, world_size, store)
+    shaken()
+    for run in runs:
+        context = startup.start(run)
+        tensors = model_tensors(build.build_stages(run, context, make_transport(run, context)))
+        for tensor in tensors if change else []:
+            assert change
+            change(tensor.key, tensor.data)
+        writer = CheckpointWriter(Path(run.folder) / "checkpoints", run.checkpoint, lambda line: None)
+        manifest = {"step": 1, "consumed_samples": 4, "architecture": run.architecture, "settings": plain(run)}
+        writer.save(1, tensors, manifest)
+        writer.close()
+        startup.stop()
 
 
 def saved(run: RunConfig, processes: int = 1, change: Callable[[str, Tensor], None] | None = None) -> Path:
     """A checkpoint of a model that was never trained; `change` may edit its tensors. Returns the run folder."""
-    run_workers(processes, _save, run, change)
+    run_workers(processes, _save, [run], change)
     return Path(run.folder)
+
+
+def all_saved(runs: list[RunConfig], processes: int = 1) -> None:
+    run_workers(processes, _save, runs, None)
 
 
 class Said(NamedTuple):

@@ -1,32 +1,66 @@
 """Run as a script, in an interpreter of its own: what a consumer of exports, without depthbench, Megatron and network,
-finds. `fresh.py ANSWERS FOLDER...`; ANSWERS gets one dictionary an export, by the folder's name (torch.save)."""
+finds. `fresh.py ANSWERS FOLDER...`; ANSWERS gets one dictionary an export, by the folder's name (torch.save): long ones
+of exports in float32, short ones of others."""
 
 import copy
+import importlib.util
 import os
 import pickle
-import socket
+import re
 import sys
 import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-FORBIDDEN = ("depthbench", "megatron")
+ALLOWED = ("torch", "transformers", "safetensors")
 
 
-class Refuse:
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in FORBIDDEN:
-            raise ImportError(f"{name} must not be imported here")
+def reach(packages: Iterable[str]) -> set[str]:
+    """Top-level modules of `packages` and of all that they require."""
+    wanted, modules = list(packages), set(sys.stdlib_module_names)
+    provided = metadata.packages_distributions()
+    seen: set[str] = set()
+    while wanted:
+        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            required = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        modules |= {
+            top for top, owners in provided.items() if name in (re.sub(r"[-_.]+", "-", o).lower() for o in owners)
+        }
+        wanted += [match[0] for line in required if "extra ==" not in line and (match := re.match(r"[\w.-]+", line))]
+    return modules
 
 
-def no_network(*args: Any, **kwargs: Any) -> None:
-    raise OSError("the network must not be used here")
+class Allowed(PathFinder):
+    """What else lies in the environment is as if it were not installed."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        top = name.partition(".")[0]
+        if path is None and top not in MODULES and not top.startswith("_sysconfigdata"):
+            return None
+        return PathFinder.find_spec(name, path, target)
 
 
-sys.meta_path.insert(0, Refuse())
-socket.getaddrinfo = no_network  # type: ignore[assignment]
-socket.socket.connect = no_network  # type: ignore[method-assign]
+def no_network(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
+        attempts.append(f"{event} {args[1:]}")
+        raise OSError("the network must not be used here")
+
+
 modules = tempfile.TemporaryDirectory()
+MODULES = {*reach(ALLOWED), "transformers_modules"}
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Allowed]
+attempts: list[str] = []
+sys.addaudithook(no_network)
 os.environ.update(HF_MODULES_CACHE=modules.name, HF_HOME=modules.name)
 
 import torch  # noqa: E402
@@ -176,10 +210,31 @@ def answers(folder: Path) -> dict[str, Any]:
         "initial": initial(folder),
         **padding(model),
         **trained,
-        "imported": sorted({name.partition(".")[0] for name in sys.modules} & set(FORBIDDEN)),
+        "importable": [
+            name for name in ("depthbench", "megatron", "datasets", "pytest") if importlib.util.find_spec(name)
+        ],
+        "network": attempts,
     }
+
+
+@torch.no_grad()
+def as_stored(folder: Path) -> dict[str, Any]:
+    """In the type that the export is stored in."""
+    model = load(folder, dtype="auto")
+    batch = tokens(2, 24)
+    return {
+        "tokens": batch,
+        "logits": model(batch).logits,
+        "types": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        "cached": generated(model, batch) == generated(model, batch, use_cache=False),
+    }
+
+
+def find(folder: Path) -> dict[str, Any]:
+    config = AutoConfig.from_pretrained(folder, **trust(folder))
+    return answers(folder) if config.dtype is torch.float32 else as_stored(folder)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.save({Path(folder).name: answers(Path(folder)) for folder in sys.argv[2:]}, sys.argv[1])
+    torch.save({Path(folder).name: find(Path(folder)) for folder in sys.argv[2:]}, sys.argv[1])

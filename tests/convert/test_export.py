@@ -14,12 +14,14 @@ import torch
 from depthbench.data.tokenizers import load_tokenizer
 from tests.corpora import Corpus
 
-from .checkpoints import CASES, export, megatron_logits, trained
+from .checkpoints import CASES, TRAINED, Case, all_saved, export, megatron_logits, run_of, trained
 
 Answers = dict[str, dict[str, Any]]
 FRESH = Path(__file__).with_name("fresh.py")
 OLD = os.environ.get("DEPTHBENCH_TRANSFORMERS_457")
+OTHERS = [*(f"{name}-fp64" for name in CASES), *(f"{name}-bf16" for name in ("pre_ln", "block_attnres", "mhc"))]
 VERSIONS = {"installed": "", "4.57": OLD or ""}
+WIDTHS = {"fp64": ["torch.float64"], "bf16": ["torch.bfloat16"]}
 ATTNRES, MHC = ("key_norm", "query"), ("bias", "scale_post", "scale_pre", "scale_res")
 FLOAT32 = {"full_attnres": ATTNRES, "block_attnres": ATTNRES, "mhc": MHC}
 INITIAL = {
@@ -34,12 +36,24 @@ INITIAL = {
 def exports(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten run folders under `runs`, ten exports beside it under the same names."""
     folder = tmp_path_factory.mktemp("exports")
-    for name, case in CASES.items():
-        trained(corpus, folder / "runs" / name, case)
+    trained([run_of(corpus, folder / "runs" / name, case) for name, case in TRAINED.items()], 4)
+    for name in CASES:
         said = export(folder / "runs" / name, folder / name)
         assert said.code == 0, said.err
         assert "verified: logits at 64 positions agree" in said.out
     return folder
+
+
+@pytest.fixture(scope="module")
+def others(corpus: Corpus, exports: Path) -> list[str]:
+    """Ten exports in float64 and three in bfloat16, of runs in that precision, beside those of `exports`."""
+    names = {name: (CASES[name.partition("-")[0]], name.partition("-")[2]) for name in OTHERS}
+    runs = exports / "runs"
+    all_saved([run_of(corpus, runs / n, Case(c.residual, c.model, {}), precision=p) for n, (c, p) in names.items()])
+    for name in names:
+        said = export(runs / name, exports / name, "--no-verify")
+        assert said.code == 0, said.err
+    return list(names)
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -50,11 +64,12 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(exports: Path, version: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What a fresh interpreter says of all ten."""
+def found(exports: Path, others: list[str], version: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What a fresh interpreter says of all."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     environment = {**os.environ, "PYTHONPATH": VERSIONS[version], "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, str(FRESH), str(elsewhere / "answers"), *(str(exports / name) for name in CASES)]
+    folders = [str(exports / name) for name in [*CASES, *others]]
+    command = [sys.executable, str(FRESH), str(elsewhere / "answers"), *folders]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: Answers = torch.load(elsewhere / "answers", weights_only=True)
@@ -64,7 +79,7 @@ def found(exports: Path, version: str, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers, version: str, name: str) -> None:
     said = found[name]
-    assert said["imported"] == []
+    assert said["importable"] == [] and said["network"] == []
     if version != "installed":
         assert said["version"].startswith(version)
     assert said["class"] == ("LlamaForCausalLM" if name == "pre_ln" else "DepthBenchForCausalLM")
@@ -77,7 +92,7 @@ def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers
         assert said[same] <= 1e-5, same
     for holds in ("cached", "beams", "static", "padded generation", "saved again"):
         assert said[holds], holds
-    assert said["states"] == CASES[name].model.get("num_layers", 3) + 1
+    assert said["states"] == 5
     assert said["losses"] == sorted(said["losses"], reverse=True)
     assert 0 < said["bf16"] < 0.1
     assert tuple(sorted({path.rpartition(".")[2] for path in said["float32 in bf16"]})) == FLOAT32.get(name, ())
@@ -89,6 +104,17 @@ def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers
     tokenizer = load_tokenizer(corpus.tokenizer)
     assert said["ids"] == tokenizer.encode_batch([said["text"]])[0]
     assert said["eos"] == (tokenizer.eod,) * 3
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_precisions(exports: Path, found: Answers, name: str) -> None:
+    """Llama's norms and rotations are in float32 whatever the rest is; bfloat16 rounds in another order."""
+    case, _, precision = name.partition("-")
+    said, ours = found[name], megatron_logits(exports / "runs" / name, found[name]["tokens"])
+    assert said["types"] == WIDTHS[precision] + (["torch.float32"] if precision == "bf16" and case in FLOAT32 else [])
+    tolerance = {"fp64": 1e-9 if case != "pre_ln" else 1e-5, "bf16": 2e-2}[precision]
+    assert float((said["logits"] - ours).abs().max() / ours.abs().max()) <= tolerance
+    assert said["cached"]
 
 
 def imports(text: str) -> set[str]:

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from depthbench.convert.names import Exported
 from depthbench.convert.shards import into_shards, parse_size
 from depthbench.errors import UserError
 from tests.corpora import Corpus, snapshot
+from tests.harness import run_workers
 
 from .checkpoints import CASES, Case, export, run_of, saved
 
@@ -166,6 +169,23 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shards, "save_file", full)
     with pytest.raises(UserError, match="No space left on device; nothing is left there"):
         export_here(run, tmp_path / "out", max_shard_bytes=60_000, warn=silent)
+    assert not list(tmp_path.iterdir())
+
+
+def _in_little_room(rank: int, world_size: int, store: str, run: Path, out: Path) -> str:
+    """The system refuses files above 100 kB, as a full disk would."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        export_here(run, out, warn=silent)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_that_cannot_be_finished(run: Path, tmp_path: Path) -> None:
+    (said,) = run_workers(1, _in_little_room, run, tmp_path / "out")
+    assert said.startswith(f"cannot write the export to {tmp_path / 'out'}: ") and "nothing is left there" in said
     assert not list(tmp_path.iterdir())
 
 

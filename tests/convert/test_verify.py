@@ -1,8 +1,12 @@
 """Verification runs by default, and names the block that is wrong."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from depthbench.convert import export as export_module
@@ -108,6 +112,62 @@ def test_a_wrong_embedding(corpus: Corpus, tmp_path: Path) -> None:
     run = saved(run_of(corpus, tmp_path / "run", CASES["mhc"]))
     said = export(run, tmp_path / "out", before=scale_of_the_embedding)
     assert said.code == 1 and "the embedding differs, by 2.0e-02 of its largest" in said.err
+
+
+def files_changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
+    def before() -> None:
+        write = export_module.write_shards
+
+        def changed(folder: Path, *args: Any, **options: Any) -> None:
+            write(folder, *args, **options)
+            tensors = load_file(folder / "model.safetensors")
+            change(tensors)
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+        export_module.write_shards = changed
+
+    return before
+
+
+def test_files_that_are_not_the_models(corpus: Corpus, tmp_path: Path) -> None:
+    """A tensor missing, one too many, one of another shape; a tied head stored besides."""
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def missing(tensors: dict[str, Tensor]) -> None:
+        del tensors[name]
+
+    def besides(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.7.norm.weight"] = torch.ones(3)
+
+    def smaller(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].clone()
+
+    def head(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    run = saved(run_of(corpus, tmp_path / "run", CASES["sandwich_ln"]))
+    for change, fault in (
+        (missing, f"{name} is missing"),
+        (besides, "model.layers.7.norm.weight belongs to no part of the model"),
+        (smaller, f"{name} has shape (47, 48), the model makes it (48, 48)"),
+        (head, "lm_head.weight belongs to no part of the model"),
+    ):
+        said = export(run, tmp_path / "out", "--overwrite", before=files_changed(change))
+        assert said.code == 1 and f"the export's files are not its model's: {fault}" in said.err, said
+        assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_float64_is_held_to_more(corpus: Corpus, tmp_path: Path) -> None:
+    """A difference that float32 could not have told from rounding."""
+
+    def barely(tensors: dict[str, Tensor]) -> None:
+        tensors[f"model.layers.{BLOCK}.self_attn.v_proj.weight"] *= 1 + 1e-7
+
+    run = saved(run_of(corpus, tmp_path / "run", CASES["mhc"], precision="fp64"))
+    said = export(run, tmp_path / "out", before=files_changed(barely))
+    assert said.code == 1 and f"block {BLOCK} is the first that differs" in said.err
+    said = export(run, tmp_path / "out", "--overwrite", "--dtype", "float32", before=files_changed(barely))
+    assert said.code == 0
 
 
 SCALINGS = {

@@ -20,6 +20,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from depthbench.residual.state import Placement
+
 from .attention_depthbench import rotation
 from .configuration_depthbench import DepthBenchConfig
 from .layers_depthbench import DepthBenchDecoderLayer, residual_of, undeclared
@@ -36,8 +38,14 @@ class DepthBenchPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DepthBenchDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
-    _supports_flash_attn = True
     _supports_attention_backend = True
+
+    @property
+    def _supports_flash_attn(self) -> bool:  # type: ignore[override]
+        """Not where attention over depth has its own joint softmax: asked before a model is built."""
+        residual = residual_of(self.config)
+        before_last_block = residual.state_at(2 * (self.config.num_hidden_layers - 1))
+        return all(tensor.placement is not Placement.KV_HEADS for tensor in before_last_block.history)
 
     def _init_weights(self, module: nn.Module) -> None:
         place = getattr(module, "residual_place", None)
