@@ -4,6 +4,7 @@ They lie side by side. transformers finds them with a regular expression for `fr
 those that the modeling file itself names, so it names all.
 """
 
+import hashlib
 import inspect
 import re
 from pathlib import Path
@@ -49,4 +50,7 @@ def code_files(residual: Residual) -> dict[str, str]:
     modeling = files[f"{MODELING}.py"]
     assert _LAST_IMPORT in modeling
     files[f"{MODELING}.py"] = modeling.replace(_LAST_IMPORT, why + "".join(lines) + _LAST_IMPORT)
+    # transformers gives folders of one name that share this file the model class that it loaded first
+    code = hashlib.sha256("".join(text for _, text in sorted(files.items())).encode()).hexdigest()[:16]
+    files[f"{CONFIGURATION}.py"] += f"\n\n# of {residual.name}, with model code {code}\n"
     return files

@@ -211,3 +211,22 @@ def test_the_command_says_what_is_wrong(own: Path, tmp_path: Path) -> None:
     assert said.code == 2 and "--max-shard-size=much" in said.err
     said = export(own, tmp_path / "other", "--no-verify")
     assert said.code == 0 and "mhc, step 1" in said.out and "verified" not in said.out
+
+
+def _architectures(rank: int, world_size: int, store: str, folders: list[Path]) -> list[str]:
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in folders]
+    return [type(model.model.residual).__name__ for model in models]
+
+
+def test_two_architectures_under_one_folder_name(corpus: Corpus, tmp_path: Path) -> None:
+    """transformers keeps classes by the name of the folder, and the first one's are not the second's."""
+    folders = [tmp_path / name / "model" for name in ("moda", "hc")]
+    for folder in folders:
+        name = folder.parent.name
+        case = Case(CASES[name].residual, CASES[name].model, {})
+        run = run_of(corpus, tmp_path / "runs" / name, case)
+        assert export(saved(run), folder, "--no-verify").code == 0
+    (found,) = run_workers(1, _architectures, folders)
+    assert found == ["MoDA", "HC"]
