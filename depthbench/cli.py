@@ -42,9 +42,12 @@ def _train(args: argparse.Namespace) -> int:
         from depthbench.training.dry_run import dry_run
 
         return dry_run(run)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from depthbench.training.trainer import train
 
-    return train(run)
+    status: int = record(train)(run)  # under torchrun an error is left in a file, which a Slurm job reads
+    return status
 
 
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +98,24 @@ def _convert(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _submit_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.slurm import command
+
+    command.add_arguments(parser)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from depthbench.slurm import command
+
+    return command.run(args)
+
+
 Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 VERBS: dict[str, Verb] = {
     "prepare": ("turn text, JSONL, Parquet or a Hugging Face dataset into training data", _prepare_arguments, _prepare),
     "train": ("train a run, or resume it", _train_arguments, _train),
+    "submit": ("train a run as a job of several nodes under Slurm", _submit_arguments, _submit),
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
     "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),

@@ -1,0 +1,138 @@
+"""`depthbench submit RUN --cluster NAME`: a run as a job of several nodes, checked before it is queued."""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from shutil import copy
+
+import yaml
+
+from depthbench.config.load import load_run, plain, read_yaml, typed
+from depthbench.config.schema import RunConfig
+from depthbench.errors import UserError
+from depthbench.planning.cluster import load_cluster
+from depthbench.planning.command import show
+from depthbench.training.preflight import preflight
+
+from . import snapshot
+from .placement import check_nodes, checked_plan, least_nodes
+from .script import TEMPLATES, Job, render
+from .settings import SlurmSettings, load_slurm
+
+MAX_REQUEUES = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    parser.add_argument("run", metavar="RUN", help="a YAML file, or a name under configs/runs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="group choices and single settings")
+    parser.add_argument("--cluster", metavar="NAME", required=True, help="a name under launch/clusters/ or a YAML file")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: as one copy of the model needs)")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit of an attempt, D-H:M:S (default: the cluster's)")
+    parser.add_argument(
+        "--max-requeues",
+        type=int,
+        default=MAX_REQUEUES,
+        metavar="N",
+        help=f"attempts after the first, for whatever reason (default: {MAX_REQUEUES})",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the script; submit nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status; raises UserError for what the user can mend."""
+    settings = absolute(load_run(args.run, args.overrides))
+    cluster, slurm = load_cluster(args.cluster), load_slurm(args.cluster)
+    if args.time:
+        slurm = replace(slurm, time_limit=args.time)
+    if args.max_requeues < 0:
+        raise UserError(f"--max-requeues={args.max_requeues} must be at least 0")
+    nodes = least_nodes(settings, cluster) if args.nodes is None else args.nodes
+    plan = checked_plan(settings, cluster, nodes)
+    job = _job(settings, nodes, cluster.gpus_per_node, args.max_requeues)
+    script = render(job, slurm)
+    if args.dry_run:
+        show(plan)
+        print(script)
+        try:
+            check_nodes(nodes, slurm.partition)
+        except UserError as error:
+            print(f"depthbench: could not be submitted from here: {error}", file=sys.stderr)
+        return 0
+    check_nodes(nodes, slurm.partition)
+    if slurm.container is None:  # in one, the data may lie elsewhere
+        preflight(settings, plan.world_size, first_of_node=False)
+    show(plan)
+    write_submission(job, settings, script)
+    return _submit(job)
+
+
+def absolute(settings: RunConfig) -> RunConfig:
+    """The run with all its paths absolute: a job starts in another folder."""
+
+    def path(text: str) -> str:
+        return str(Path.cwd() / text)
+
+    data = settings.data
+    return replace(
+        settings,
+        run_dir=path(settings.folder),
+        data=replace(
+            data,
+            train=[replace(source, prefix=path(source.prefix)) for source in data.train],
+            valid=[replace(source, prefix=path(source.prefix)) for source in data.valid],
+            tokenizer=path(data.tokenizer),
+            index_cache=data.index_cache and path(data.index_cache),
+        ),
+    )
+
+
+def _job(settings: RunConfig, nodes: int, gpus_per_node: int, max_requeues: int) -> Job:
+    folder = Path(settings.folder)
+    number = 1
+    while (submission := folder / "slurm" / str(number)).exists():
+        number += 1
+    return Job(
+        name=settings.name,
+        run_folder=folder,
+        submission=submission,
+        python=sys.executable,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        last_step=min(settings.train.steps, settings.train.stop_at or settings.train.steps),
+        max_requeues=max_requeues,
+    )
+
+
+def write_submission(job: Job, settings: RunConfig, script: str) -> None:
+    """Everything that the job needs, in a folder of its own that no later submission changes.
+
+    Raises UserError where a setting does not survive being written and read, or the folder cannot be written.
+    """
+    resolved = job.submission / "run.yaml"
+    try:
+        job.submission.mkdir(parents=True)
+        resolved.write_text(yaml.safe_dump(plain(settings), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (job.submission / "submit.sbatch").write_text(script, encoding="utf-8")
+        copy(TEMPLATES / "node.sh", job.submission)
+        snapshot.take(job.submission / "code")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"cannot write the submission {str(job.submission)!r}: {error}") from error
+    if typed(read_yaml(resolved)) != settings:
+        raise UserError(f"the run's settings read back from {resolved} are others: one holds what YAML cannot express")
+
+
+def _submit(job: Job) -> int:
+    file = job.submission / "submit.sbatch"
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(f"sbatch is not on PATH: submit {file} where Slurm is installed") from None
+    if done.returncode:
+        raise UserError(f"Slurm refused the job: {done.stderr.strip()}. The script is {file}")
+    number = done.stdout.strip().split(";")[0]
+    print(f"submitted job {number}: {file}")
+    print(f"logs: {job.run_folder / 'slurm' / 'logs'}/{number}.0 (the attempt; after a requeue {number}.1, ...)")
+    return 0
