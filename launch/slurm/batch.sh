@@ -42,9 +42,9 @@ case $code in
 esac
 
 export DEPTHBENCH_ATTEMPT=$attempt # the processes write into the run folder only while this attempt owns it
-export submission logs rank_python processes_per_node
-export SLURM_HEAD="$master_addr" SLURM_PORT="$master_port"
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 "${srun_options[@]}" \
+export submission logs rank_python processes_per_node master_addr master_port
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # else srun forgets it
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${srun_options[@]}" \
     "${inside[@]}" bash "$submission/node.sh" &
 step=$!
 [ -z "$time_is_up" ] || ask_to_stop
@@ -60,5 +60,4 @@ code=0
 job end "${words[@]}" ${interrupted:+--interrupted} || code=$?
 [ "$code" = 11 ] || exit "$code"
 scontrol requeue "$SLURM_JOB_ID" || fatal "Slurm refused to requeue it; go on with: sbatch submit.sbatch"
-sleep 600 & # Slurm ends this script now
-wait
+until [ -n "$interrupted" ]; do sleep 1; done # Slurm ends this script now

@@ -17,6 +17,6 @@ if grep -q signals_to_handle "$torchrun/distributed/run.py"; then signals=(--sig
 # themselves do so out of step; the job as a whole is requeued.
 exec "$rank_python" -m torch.distributed.run "${signals[@]}" \
     --nnodes="$SLURM_JOB_NUM_NODES" --node-rank="$SLURM_NODEID" --nproc-per-node="$processes_per_node" \
-    --master-addr="$SLURM_HEAD" --master-port="$SLURM_PORT" --rdzv-id="$DEPTHBENCH_ATTEMPT" --max-restarts=0 \
+    --master-addr="$master_addr" --master-port="$master_port" --rdzv-id="$DEPTHBENCH_ATTEMPT" --max-restarts=0 \
     --log-dir="$logs/node-$SLURM_NODEID" --redirects=3 --tee=0:3 \
     -m depthbench train "$submission/run.yaml"
