@@ -19,7 +19,7 @@ from depthbench.training.preflight import preflight
 from . import snapshot
 from .placement import check_nodes, checked_plan, least_nodes
 from .script import TEMPLATES, Job, render
-from .settings import SlurmSettings, load_slurm
+from .settings import load_slurm
 
 MAX_REQUEUES = 50
 

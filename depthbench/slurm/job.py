@@ -6,6 +6,7 @@ script keeps in the attempt's log.
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,9 @@ def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
         print(f"attempt {attempt}: job {owner.split('.')[0]} is running in {folder}: cancel it, or this job is no use")
         return 1
     if owner and owner.split(".")[0] == attempt.split(".")[0] and owner not in {ended.attempt for ended in before}:
-        lost = Ended(owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node")
+        lost = Ended(
+            owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node"
+        )
         append(journal(folder), lost)
         decision = decide(before, lost, max_requeues)
         print(f"attempt {owner}: {decision.why}")
@@ -73,13 +76,17 @@ def end(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool, 
 
 def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool) -> Ended:
     saved, reached = _saved(folder), _reached(folder)
-    ending = _ending(attempt) if interrupted else None
+    job, restart = attempt.split(".")
+    slurm = _slurm("scontrol", "show", "job", "--oneliner", job)
+    ending = _ending(slurm) if interrupted else None
 
     def ended(kind: Kind, reason: str = "", step: int = reached, refused: bool = False) -> Ended:
         return Ended(attempt, kind, step, saved, reason, refused)
 
     if (owner := fence.owner(folder)) != attempt:
         return ended(Kind.SUPERSEDED, f"attempt {owner} owns the run folder")
+    if (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
+        return ended(Kind.SUPERSEDED, f"Slurm gave this node up, and has restarted the job {restarts[1]} times")
     told = _status(folder)
     if told.get("attempt") == attempt and told["state"] in ("finished", "stopped"):
         if told["state"] == "finished":
@@ -148,13 +155,12 @@ def _running(job: str) -> bool:
     return "RUNNING" in _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T")
 
 
-def _ending(attempt: str) -> Kind | None:
+def _ending(slurm: str) -> Kind | None:
     """What a job is that Slurm is ending now: FAILED if its time is over, CANCELLED otherwise; None if it runs on. Its
     state is COMPLETING then, and only the time limit leaves a reason."""
-    state = _slurm("scontrol", "show", "job", "--oneliner", attempt.split(".")[0])
-    if "JobState=RUNNING" in state:
+    if "JobState=RUNNING" in slurm:
         return None
-    return Kind.FAILED if "Reason=TimeLimit" in state else Kind.CANCELLED
+    return Kind.FAILED if "Reason=TimeLimit" in slurm else Kind.CANCELLED
 
 
 def main() -> int:

@@ -27,17 +27,19 @@ def checked_plan(run: RunConfig, cluster: Cluster, nodes: int) -> Plan:
     if nodes < 1:
         raise UserError(f"--nodes={nodes} must be at least 1")
     if each % tensor:
-        problem = f"is more than the {each} GPUs of a node" if tensor > each else f"does not divide a node's {each} GPUs"
+        problem = (
+            f"is more than the {each} GPUs of a node" if tensor > each else f"does not divide a node's {each} GPUs"
+        )
         fitting = ", ".join(str(size) for size in range(1, each + 1) if each % size == 0)
         raise UserError(
-            f"parallel.tensor={tensor} {problem}, and ranks that share matmuls have to lie inside one; set it to one of "
-            f"{fitting}"
+            f"parallel.tensor={tensor} {problem}, and ranks that share matmuls have to lie inside one; set it to one "
+            f"of {fitting}"
         )
     plan = make_plan(run, world_size=nodes * each, cluster=cluster)
     if not plan.fits:
         raise UserError(
-            f"the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, a {cluster.device} has {cluster.memory_gib:g}: "
-            f"lower train.micro_batch={run.train.micro_batch}, set parallel.recompute=full or more parallel.tensor or "
+            f"the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, each {cluster.device} has "
+            f"{cluster.memory_gib:g}: lower train.micro_batch={run.train.micro_batch}, set parallel.recompute=full or more parallel.tensor or "
             "parallel.pipeline; depthbench plan --search finds layouts that fit"
         )
     return plan
@@ -55,7 +57,9 @@ def partition_nodes(partition: str | None) -> tuple[str, int]:
     except FileNotFoundError:
         raise UserError("sinfo is not on PATH: submit where Slurm is installed, or look with --dry-run") from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"sinfo failed, so Slurm cannot be asked for its partitions: {error.stderr or error}") from error
+        raise UserError(
+            f"sinfo failed, so Slurm cannot be asked for its partitions: {error.stderr or error}"
+        ) from error
     counts = {name: int(count) for name, count in (line.split() for line in found.stdout.splitlines())}
     for name, count in counts.items():
         if name.rstrip("*") == partition or (partition is None and name.endswith("*")):

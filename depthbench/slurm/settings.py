@@ -20,7 +20,9 @@ def directive(name: str, value: str) -> str:
     Raises UserError where sbatch would read something else: it splits lines at blanks and takes quotes away.
     """
     if not _WORD.fullmatch(value):
-        raise UserError(f"{name}={value!r} cannot stand in a line of sbatch options: letters, digits and _.,:/@%+=- only")
+        raise UserError(
+            f"{name}={value!r} cannot stand in a line of sbatch options: letters, digits and _.,:/@%+=- only"
+        )
     return value
 
 

@@ -1,13 +1,10 @@
 """Slurm's commands and torchrun as small scripts that note how they were called, to run job scripts without either."""
 
-import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 # what the scripts call besides; Slurm's own commands may lie beside them in /usr/bin, so that is not on PATH
 TOOLS = ("bash", "cat", "date", "dirname", "env", "grep", "kill", "mkdir", "sleep", "seq", "touch")
@@ -87,14 +84,13 @@ class Stubs:
         return self.start(script, nodes, **environment).wait(timeout=120)
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    folder, notes = tmp_path / "bin", tmp_path / "notes"
-    folder.mkdir()
+def make_stubs(folder: Path) -> Stubs:
+    programs, notes = folder / "bin", folder / "notes"
+    programs.mkdir()
     notes.mkdir()
     for tool in TOOLS:
         if found := shutil.which(tool):
-            (folder / tool).symlink_to(found)
+            (programs / tool).symlink_to(found)
     for name, text in (
         ("srun", SRUN),
         ("scontrol", SCONTROL),
@@ -102,6 +98,6 @@ def stubs(tmp_path: Path) -> Stubs:
         ("python", PYTHON),
         ("apptainer", APPTAINER),
     ):
-        (folder / name).write_text(f"#!{shutil.which('bash')}\n{text}")
-        os.chmod(folder / name, 0o755)
-    return Stubs(folder, notes)
+        (programs / name).write_text(f"#!{shutil.which('bash')}\n{text}")
+        (programs / name).chmod(0o755)
+    return Stubs(programs, notes)

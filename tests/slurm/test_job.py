@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_ports_of_ten_thousand_jobs() -> None:
     """None is reserved, X11's, Slurm's or ephemeral; neighbours and a job's own attempts never meet."""
     ports = [job.port(number, 0) for number in range(1, 10_001)]
     assert min(ports) > 6818 and max(ports) < 32768
-    assert all(first != second for first, second in zip(ports, ports[1:], strict=False))
+    assert all(first != second for first, second in pairwise(ports))
     assert len({job.port(123_456_789, restart) for restart in range(51)}) == 51
 
 
@@ -136,10 +137,28 @@ def died(*texts: str) -> Prepare:
         # an earlier attempt's word
         (told("stopped", 9, "SIGUSR1", "6.0"), 0, False, "", Kind.FINISHED, 12, "", 0),
         (told("finished", 9, "", "6.0"), 1, False, "", Kind.FAILED, 12, "a process died without a word", job.REQUEUE),
-        (told("failed", 12, "step 13: loss is nan"), 1, False, "", Kind.FAILED, 12, "step 13: loss is nan", job.REQUEUE),
+        (
+            told("failed", 12, "step 13: loss is nan"),
+            1,
+            False,
+            "",
+            Kind.FAILED,
+            12,
+            "step 13: loss is nan",
+            job.REQUEUE,
+        ),
         (told("running", 10), 1, False, "", Kind.FAILED, 12, "a process died without a word", job.REQUEUE),
         # the first to die says why
-        (died("OutOfMemoryError: 8", "RuntimeError: peer"), 1, False, "", Kind.FAILED, 12, "OutOfMemoryError: 8", job.REQUEUE),
+        (
+            died("OutOfMemoryError: 8", "RuntimeError: peer"),
+            1,
+            False,
+            "",
+            Kind.FAILED,
+            12,
+            "OutOfMemoryError: 8",
+            job.REQUEUE,
+        ),
         (died("UserError: no corpus"), 1, False, "", Kind.FAILED, 12, "UserError: no corpus", 1),
         # Slurm ends the job: the user does, or the time limit, before or after a save
         (told("running", 10), 143, True, "JobState=COMPLETING Reason=None", Kind.CANCELLED, 12, None, 1),

@@ -16,7 +16,7 @@ from depthbench.slurm.job import port
 from depthbench.slurm.script import Job, render
 from depthbench.slurm.settings import Container, Runtime, SlurmSettings
 from tests.corpora import Corpus, trainable_run
-from tests.slurm.stubs import Stubs, stubs  # noqa: F401
+from tests.slurm.stubs import Stubs
 
 HOSTILE = "a b'c\"d,e$(touch pwned)`touch pwned`;touch pwned&\\ \n#SBATCH --nodes=99\n-x %j ü"
 NOWHERE = Corpus("tokenizer", "train", "valid")
@@ -24,7 +24,7 @@ PATIENCE = 60  # seconds until a test gives up
 
 
 def submission(
-    stubs: Stubs,  # noqa: F811
+    stubs: Stubs,
     folder: Path,
     settings: SlurmSettings | None = None,
     name: str = "tiny",
@@ -48,7 +48,7 @@ def wait_for(there: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_one_launcher_a_node_and_one_address(stubs: Stubs, tmp_path: Path, nodes: int) -> None:  # noqa: F811
+def test_one_launcher_a_node_and_one_address(stubs: Stubs, tmp_path: Path, nodes: int) -> None:
     script = submission(stubs, tmp_path / "run", nodes=nodes)
     assert stubs.run(script, nodes) == 0
     launchers = stubs.launchers()
@@ -61,7 +61,7 @@ def test_one_launcher_a_node_and_one_address(stubs: Stubs, tmp_path: Path, nodes
         assert (tmp_path / "run" / "slurm" / "logs" / "4711.0" / f"node-{node}.log").is_file()
 
 
-def test_an_attempt_after_a_requeue_meets_elsewhere(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_an_attempt_after_a_requeue_meets_elsewhere(stubs: Stubs, tmp_path: Path) -> None:
     """Its own logs, and a port that no survivor of the attempt before holds."""
     script = submission(stubs, tmp_path / "run")
     assert stubs.run(script, SLURM_RESTART_COUNT="1") == 0
@@ -70,7 +70,7 @@ def test_an_attempt_after_a_requeue_meets_elsewhere(stubs: Stubs, tmp_path: Path
     assert (tmp_path / "run" / "attempt").read_text() == "4711.1"
 
 
-def test_without_scontrol_nothing_starts(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_without_scontrol_nothing_starts(stubs: Stubs, tmp_path: Path) -> None:
     script = submission(stubs, tmp_path / "run")
     (stubs.bin / "scontrol").unlink()
     assert stubs.run(script) == 1
@@ -80,7 +80,7 @@ def test_without_scontrol_nothing_starts(stubs: Stubs, tmp_path: Path) -> None: 
 
 @pytest.mark.parametrize(("answer", "said"), [("exit 1", "does not know the nodes"), ("true", "names no node in")])
 def test_without_a_head_node_nothing_starts(
-    stubs: Stubs,  # noqa: F811
+    stubs: Stubs,
     tmp_path: Path,
     answer: str,
     said: str,
@@ -91,7 +91,7 @@ def test_without_a_head_node_nothing_starts(
     assert said in log(tmp_path / "run") and not stubs.launchers()
 
 
-def test_outside_slurm_it_says_so(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_outside_slurm_it_says_so(stubs: Stubs, tmp_path: Path) -> None:
     assert stubs.run(submission(stubs, tmp_path / "run"), SLURM_JOB_ID="") != 0
     assert not stubs.launchers()
 
@@ -100,7 +100,7 @@ def stopped(attempt: str) -> str:
     return json.dumps({"state": "stopped", "step": 10, "reason": "SIGUSR1", "attempt": attempt})
 
 
-def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Path) -> None:
     """The batch shell gets it, and passes it on while it waits for them."""
     folder = tmp_path / "run"
     told = {"STATUS": stopped("4711.0"), "STATUS_FILE": str(folder / "status.json")}
@@ -113,7 +113,7 @@ def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Pa
     assert "stopped at step 10 (SIGUSR1); the next attempt resumes from step 0" in log(folder)
 
 
-def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = submission(stubs, folder)
     (folder / "checkpoints" / "step_00000020").mkdir(parents=True)
@@ -132,7 +132,7 @@ def directives(script: Path) -> list[str]:
     return found
 
 
-def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> None:
     """As run folder, run name and value of the environment; nothing of them is executed or taken for an option."""
     folder = tmp_path / HOSTILE.replace("/", "")
     settings = SlurmSettings(environment={"HOSTILE": HOSTILE}, interface=HOSTILE)
@@ -148,7 +148,7 @@ def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> N
     assert (folder / "attempt").read_text() == "4711.0"
 
 
-def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) -> None:
     job = Job("tiny", tmp_path, tmp_path / "1", stubs.python, 2, 4, 20, 5)
     assert HOSTILE.split("\n")[0] not in render(replace(job, name=HOSTILE), SlurmSettings())
 
@@ -171,7 +171,7 @@ def test_what_sbatch_would_misread_is_refused(wrong: dict[str, object]) -> None:
         SlurmSettings(**wrong)  # type: ignore[arg-type]
 
 
-def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
     container = Container(Runtime.APPTAINER, "image.sif", python=stubs.python, mounts=["/data sets:/data"])
     assert stubs.run(submission(stubs, folder, SlurmSettings(container=container))) == 0
@@ -181,7 +181,7 @@ def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> Non
     assert words[: len(expected)] == expected
 
 
-def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
     container = Container(Runtime.PYXIS, "registry#image:1", python=stubs.python, mounts=["/data sets:/data"])
     assert stubs.run(submission(stubs, folder, SlurmSettings(container=container))) == 0
@@ -198,7 +198,7 @@ def test_a_folder_that_no_container_can_mount_is_refused(tmp_path: Path, charact
         render(job, SlurmSettings(container=Container(Runtime.PYXIS, "image")))
 
 
-def test_the_job_runs_the_code_of_its_submission(stubs: Stubs, tmp_path: Path) -> None:  # noqa: F811
+def test_the_job_runs_the_code_of_its_submission(stubs: Stubs, tmp_path: Path) -> None:
     """And knows its commit."""
     code = submission(stubs, tmp_path / "run").parent / "code"
     assert (code / "depthbench" / "training" / "trainer.py").is_file()
