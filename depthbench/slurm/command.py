@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 
-import yaml
-
-from depthbench.config.load import load_run, plain, read_yaml, typed
+from depthbench.config.load import dump_yaml, load_run, plain, read_yaml, typed
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 from depthbench.planning.cluster import load_cluster
@@ -109,19 +107,29 @@ def _job(settings: RunConfig, nodes: int, gpus_per_node: int, max_requeues: int)
 def write_submission(job: Job, settings: RunConfig, script: str) -> None:
     """Everything that the job needs, in a folder of its own that no later submission changes.
 
-    Raises UserError where a setting does not survive being written and read, or the folder cannot be written.
+    Raises UserError where the folder cannot be written, or as `write_settings`.
     """
-    resolved = job.submission / "run.yaml"
     try:
         job.submission.mkdir(parents=True)
-        resolved.write_text(yaml.safe_dump(plain(settings), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        write_settings(job.submission / "run.yaml", settings)
         (job.submission / "submit.sbatch").write_text(script, encoding="utf-8")
         copy(TEMPLATES / "node.sh", job.submission)
         snapshot.take(job.submission / "code")
-    except (OSError, UnicodeError) as error:
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # also a path with characters that no file name can have
         raise UserError(f"cannot write the submission {str(job.submission)!r}: {error}") from error
-    if typed(read_yaml(resolved)) != settings:
-        raise UserError(f"the run's settings read back from {resolved} are others: one holds what YAML cannot express")
+
+
+def write_settings(file: Path, settings: RunConfig) -> None:
+    """The run's resolved settings. Raises UserError where they would be read back as others, or not at all."""
+    try:
+        file.write_text(dump_yaml(plain(settings)), encoding="utf-8")
+        same = typed(read_yaml(file)) == settings
+    except (UserError, UnicodeError):
+        same = False
+    if not same:
+        raise UserError("a name, path or other value of the run has characters that a YAML file cannot hold; rename it")
 
 
 def _submit(job: Job) -> int:

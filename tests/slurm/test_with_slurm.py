@@ -92,7 +92,7 @@ def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tm
     assert launched.returncode == 0, launched.stderr
     jobs = []
     for nodes in (2, 4):
-        folder = tmp_path / f"it's {nodes}, \"$(touch pwned)\" nodes"
+        folder = tmp_path / f'it\'s {nodes}, "$(touch pwned)" nodes'
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             words = ["submit", "quickstart", *smaller, f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'"]
