@@ -46,7 +46,8 @@ def _train(args: argparse.Namespace) -> int:
 
     from depthbench.training.trainer import train
 
-    status: int = record(train)(run)  # under torchrun an error is left in a file, which a Slurm job reads
+    status = record(train)(run)  # under torchrun an error is left in a file, which a Slurm job reads
+    assert status is not None
     return status
 
 

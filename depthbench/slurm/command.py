@@ -1,9 +1,10 @@
 """`depthbench submit RUN --cluster NAME`: a run as a job of several nodes, checked before it is queued."""
 
 import argparse
+import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copy
 
@@ -12,12 +13,14 @@ from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 from depthbench.planning.cluster import load_cluster
 from depthbench.planning.command import show
+from depthbench.planning.plan import Plan
 from depthbench.training.preflight import preflight
 
 from . import snapshot
 from .placement import check_nodes, checked_plan, least_nodes
 from .script import TEMPLATES, Job, render
-from .settings import load_slurm
+from .settings import SlurmSettings, load_slurm
+from .sweep import array_script, load_sweep, members
 
 MAX_REQUEUES = 50
 
@@ -36,35 +39,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"attempts after the first, for whatever reason (default: {MAX_REQUEUES})",
     )
+    parser.add_argument("--array", metavar="SWEEP", help="many runs: a name under configs/sweeps/ or a YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the script; submit nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status; raises UserError for what the user can mend."""
-    settings = absolute(load_run(args.run, args.overrides))
+    if args.max_requeues < 0:
+        raise UserError(f"--max-requeues={args.max_requeues} must be at least 0")
+    if args.array:
+        return _run_array(args)
+    submission = _checked(args, args.overrides)
+    show(submission.plan)
+    if args.dry_run:
+        print(submission.script)
+        return _dry(submission)
+    submission.write()
+    return _submit(
+        submission.job.submission / "submit.sbatch",
+        f"logs: {submission.job.run_folder}/slurm/logs/{{}}.0, after a requeue {{}}.1",
+    )
+
+
+def _run_array(args: argparse.Namespace) -> int:
+    name, sweep = load_sweep(args.array)
+    root = Path.cwd() / "runs" / name
+    found = [
+        _checked(
+            args,
+            [
+                *args.overrides,
+                *words,
+                f"run_dir={json.dumps(str(root / member))}",
+                f"name={json.dumps(f'{name}-{member}')}",
+            ],
+        )
+        for member, words in members(sweep).items()
+    ]
+    nodes = {submission.job.nodes for submission in found}
+    if len(nodes) > 1:
+        raise UserError(
+            f"the runs of {args.array} need {min(nodes)} to {max(nodes)} nodes; give one number with --nodes"
+        )
+    for submission in found:
+        job, plan = submission.job, submission.plan
+        print(
+            f"{job.name}: {plan.parameters.total:,} parameters, {plan.peak_memory / 2**30:.1f} GiB on the fullest rank"
+        )
+    if args.dry_run:
+        print(found[0].script)
+        print(f"depthbench: {len(found)} such jobs, {sweep.limit} at a time")
+        return _dry(found[0])
+    for submission in found:
+        submission.write()
+    file = root / "submit.sbatch"
+    file.write_text(array_script([one.job.submission / "submit.sbatch" for one in found], sweep.limit))
+    return _submit(file, f"{len(found)} runs, {sweep.limit} at a time, in {root}")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that has passed all checks, and is not written yet."""
+
+    settings: RunConfig
+    job: Job
+    slurm: SlurmSettings
+    plan: Plan
+    script: str
+
+    def write(self) -> None:
+        write_submission(self.job, self.settings, self.script)
+
+
+def _checked(args: argparse.Namespace, overrides: list[str]) -> Submission:
+    settings = absolute(load_run(args.run, overrides))
     cluster, slurm = load_cluster(args.cluster), load_slurm(args.cluster)
     if args.time:
         slurm = replace(slurm, time_limit=args.time)
-    if args.max_requeues < 0:
-        raise UserError(f"--max-requeues={args.max_requeues} must be at least 0")
     nodes = least_nodes(settings, cluster) if args.nodes is None else args.nodes
     plan = checked_plan(settings, cluster, nodes)
     job = _job(settings, nodes, cluster.gpus_per_node, args.max_requeues)
     script = render(job, slurm)
-    if args.dry_run:
-        show(plan)
-        print(script)
-        try:
-            check_nodes(nodes, slurm.partition)
-        except UserError as error:
-            print(f"depthbench: could not be submitted from here: {error}", file=sys.stderr)
-        return 0
-    check_nodes(nodes, slurm.partition)
-    if slurm.container is None:  # in one, the data may lie elsewhere
-        preflight(settings, plan.world_size, first_of_node=False)
-    show(plan)
-    write_submission(job, settings, script)
-    return _submit(job)
+    if not args.dry_run:
+        check_nodes(nodes, slurm.partition)
+        if slurm.container is None:  # in one, the data may lie elsewhere
+            preflight(settings, plan.world_size, first_of_node=False)
+    return Submission(settings, job, slurm, plan, script)
+
+
+def _dry(submission: Submission) -> int:
+    """What a submission would ask Slurm, where it can be asked."""
+    try:
+        check_nodes(submission.job.nodes, submission.slurm.partition)
+    except UserError as error:
+        print(f"depthbench: could not be submitted from here: {error}", file=sys.stderr)
+    return 0
 
 
 def absolute(settings: RunConfig) -> RunConfig:
@@ -132,8 +201,8 @@ def write_settings(file: Path, settings: RunConfig) -> None:
         raise UserError("a name, path or other value of the run has characters that a YAML file cannot hold; rename it")
 
 
-def _submit(job: Job) -> int:
-    file = job.submission / "submit.sbatch"
+def _submit(file: Path, where: str) -> int:
+    """where: what to tell besides; {} stands for the job's number."""
     try:
         done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
     except FileNotFoundError:
@@ -142,5 +211,5 @@ def _submit(job: Job) -> int:
         raise UserError(f"Slurm refused the job: {done.stderr.strip()}. The script is {file}")
     number = done.stdout.strip().split(";")[0]
     print(f"submitted job {number}: {file}")
-    print(f"logs: {job.run_folder / 'slurm' / 'logs'}/{number}.0 (the attempt; after a requeue {number}.1, ...)")
+    print(where.replace("{}", number))
     return 0

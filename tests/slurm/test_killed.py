@@ -1,5 +1,5 @@
-"""`kill -9` of all processes of a run at random moments, again and again: it resumes each time, and in the end it is the
-run that nothing happened to. The same under Slurm is in test_with_slurm.py."""
+"""`kill -9` of all processes of a run at random moments, again and again: it resumes each time, and in the end it is
+the run that nothing happened to. The same under Slurm is in test_with_slurm.py."""
 
 import json
 import multiprocessing
@@ -43,7 +43,9 @@ class Moment:
 
 def _last_step(folder: Path) -> int:
     file = folder / "metrics.jsonl"
-    whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+    whole = (
+        [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+    )
     step: int = json.loads(whole[-1])["step"] if whole else 0
     return step
 

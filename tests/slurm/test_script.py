@@ -103,8 +103,12 @@ def stopped(attempt: str) -> str:
 def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Path) -> None:
     """The batch shell gets it, and passes it on while it waits for them."""
     folder = tmp_path / "run"
-    told = {"STATUS": stopped("4711.0"), "STATUS_FILE": str(folder / "status.json")}
-    batch = stubs.start(submission(stubs, folder), WAIT_FOR=str(stubs.notes / "scancel"), **told)
+    batch = stubs.start(
+        submission(stubs, folder),
+        WAIT_FOR=str(stubs.notes / "scancel"),
+        STATUS=stopped("4711.0"),
+        STATUS_FILE=str(folder / "status.json"),
+    )
     wait_for(lambda: len(stubs.launchers()) == 2, "launchers")
     batch.send_signal(signal.SIGUSR1)
     batch.wait(timeout=PATIENCE)

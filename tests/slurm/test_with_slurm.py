@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from depthbench.cli import main
+from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 from depthbench.slurm.attempts import Kind
 from tests.corpora import Corpus, trainable_run
@@ -198,6 +200,27 @@ def test_a_failure_that_repeats_itself_ends_the_job(corpus: Corpus, tmp_path: Pa
     first, second = job.attempts()
     assert first.kind is second.kind is Kind.FAILED and first.failure == second.failure
     assert "failed alike, at step" in job.log()
+
+
+def test_an_array_runs_one_after_another(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three runs, one at a time, each with its own folder."""
+    given, sweep = tmp_path / "given.yaml", tmp_path / "seeds.yaml"
+    short = run_of(corpus, tmp_path / "unused")
+    given.write_text(yaml.safe_dump(plain(replace(short, train=replace(short.train, steps=4)))))
+    sweep.write_text("limit: 1\ngrid: {seed: [1, 2, 3]}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", str(given), "--cluster", "local-slurm", "--array", str(sweep)]) == 0
+    (number,) = re.findall(r"submitted job (\d+)", capsys.readouterr().out)
+    folders = [tmp_path / "runs" / "seeds" / str(seed) for seed in (1, 2, 3)]
+    jobs = [Submitted(f"{number}_{task}", folder) for task, folder in enumerate(folders)]
+    most = 0
+    while any(job.state in ("PENDING", "RUNNING", "COMPLETING") for job in jobs):
+        most = max(most, slurm("squeue", "--noheader", f"--jobs={number}", "--format=%T").count("RUNNING"))
+    assert [job.state for job in jobs] == ["COMPLETED"] * 3 and most == 1
+    assert all(status(folder)["state"] == "finished" for folder in folders)
+    assert len({str(exact(folder)) for folder in folders}) == 3
 
 
 def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
