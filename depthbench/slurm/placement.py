@@ -56,10 +56,10 @@ def partition_nodes(partition: str | None) -> tuple[str, int]:
         )
     except FileNotFoundError:
         raise UserError("sinfo is not on PATH: submit where Slurm is installed, or look with --dry-run") from None
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise UserError(
-            f"sinfo failed, so Slurm cannot be asked for its partitions: {error.stderr or error}"
-        ) from error
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"sinfo failed, so Slurm cannot be asked for its partitions: {error.stderr}") from error
+    except subprocess.TimeoutExpired:
+        raise UserError("sinfo has not answered for 60 s: Slurm's controller may be down") from None
     counts = {name: int(count) for name, count in (line.split() for line in found.stdout.splitlines())}
     for name, count in counts.items():
         if name.rstrip("*") == partition or (partition is None and name.endswith("*")):
