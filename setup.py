@@ -18,7 +18,7 @@ setup(
     package_data={
         "depthbench": ["py.typed"],
         "depthbench.configs": ["*/*.yaml"],
-        "depthbench.launch": ["*.sh", "clusters/*.yaml"],
+        "depthbench.launch": ["*.sh", "clusters/*.yaml", "slurm/*.sh"],
     },
     install_requires=[
         "torch>=2.6",

@@ -19,7 +19,5 @@ fi
 depthbench prepare --input $data/text.jsonl --output $data/text \
     --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
 
-# two processes: on two GPUs where there are as many, otherwise on the CPU
-if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -lt 2 ]; then export CUDA_VISIBLE_DEVICES=""; fi
-OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m depthbench train quickstart "$@"
+PROCESSES=2 PYTHON=$root/.venv/bin/python bash launch/local.sh quickstart "$@"
 echo "quickstart: look at the curves with: .venv/bin/tensorboard --logdir runs"

@@ -3,21 +3,29 @@
 `step_00000120/` is a published checkpoint; it was `.saving-step_00000120-NONCE/` while it was written, and its
 `manifest.json` was written last. So whatever has another name, or no manifest, is a remnant of a save that did not
 finish.
+
+Which checkpoints there are is also asked where torch is not installed or takes too long to import: in the script of a
+Slurm job. So only what reads their tensors' metadata imports it.
 """
+
+from __future__ import annotations
 
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing import TYPE_CHECKING, Any
 
 from depthbench.errors import UserError
 
+<<<<<<< HEAD
 from .stored import damage
+=======
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+>>>>>>> launch
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8})$")
@@ -38,6 +46,8 @@ class Published:
         return content
 
     def _metadata(self) -> Metadata:
+        from torch.distributed.checkpoint import FileSystemReader
+
         try:
             return FileSystemReader(self.path).read_metadata()
         except Exception as error:  # a pickle that is cut short fails in many ways
@@ -50,6 +60,8 @@ class Published:
 
     def stored_tensors(self) -> dict[str, TensorStorageMetadata]:
         """What the checkpoint says of every stored tensor, by key."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         stored = self._metadata().state_dict_metadata
         return {key: m for key, m in stored.items() if isinstance(m, TensorStorageMetadata)}
 
@@ -97,8 +109,15 @@ def latest(root: Path) -> Published | None:
 
 
 def remove_remnants(root: Path) -> None:
-    """Delete what interrupted saves and deletions left behind. A killed run's writer may still be at work in one."""
-    for path in [*root.glob(".saving-*"), *root.glob(".retired-*")]:
+    """Delete what interrupted saves and deletions left behind. A killed run's writer may still be at work in one.
+
+    Renamed first, in one step: a survivor of an earlier start that is about to publish its save then finds nothing to
+    rename, and does not publish half of it.
+    """
+    for path in root.glob(".saving-*"):
+        with suppress(OSError):
+            path.rename(root / f".retired-{path.name}")
+    for path in root.glob(".retired-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ from depthbench.errors import UserError
 from depthbench.parallel.signals import serve_until_parent_ends
 
 from . import folder
+from .fence import Fence
 from .folder import Published
 
 # from 0.17 on, Megatron-Core's default for async saves is a package of its own that is not required here
@@ -44,7 +45,7 @@ def _as_state(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
 
 
 class CheckpointWriter:
-    """Saves into `root`. Every call is collective.
+    """Saves into `root`, the folder `checkpoints` of a run's. Every call is collective.
 
     A save is written under a temporary name, its manifest last, and then renamed, so that a reader finds a whole
     checkpoint or none. In async mode a forked process writes a snapshot; `poll`, called every step, publishes it once
@@ -54,8 +55,10 @@ class CheckpointWriter:
     def __init__(self, root: Path, config: CheckpointConfig, report: Callable[[str], None]) -> None:
         self.root, self.config, self.report = root, config, report
         self.queue = AsyncCallsQueue(persistent=False)
+        self.fence = Fence(root.parent)
         _start_results_queue()
         if dist.get_rank() == 0:
+            self.fence.check()
             root.mkdir(parents=True, exist_ok=True)
             folder.remove_remnants(root)
         dist.barrier()
@@ -75,6 +78,7 @@ class CheckpointWriter:
         def publish() -> None:
             if dist.get_rank() == 0:
                 _write_durably(writing / folder.MANIFEST, json.dumps(manifest, indent=1))
+                self.fence.check()
                 folder.make_way(self.root / name)
                 os.rename(writing, self.root / name)
                 folder.retire(self.root, self.config.keep)

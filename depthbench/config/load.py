@@ -26,11 +26,16 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `2e-3` as a string; this one reads it as the number that everybody means."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Knows what `_Loader` reads as a number, and quotes such strings."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -38,6 +43,11 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML: {error}") from error
+
+
+def dump_yaml(content: Any) -> str:
+    """As `parse_yaml` reads it back, mappings in their own order."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

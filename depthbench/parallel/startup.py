@@ -15,7 +15,7 @@ from . import cpu_stand_in
 from .context import ParallelContext
 from .megatron import megatron_config
 
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT_VARIABLE = "DEPTHBENCH_TIMEOUT_SECONDS"  # of collective operations; a launcher's word on the cluster
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -60,7 +60,7 @@ def start(run: RunConfig) -> ParallelContext:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=TIMEOUT,
+            timeout=timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, 1800))),
             device_id=torch.device("cuda", local_rank) if cuda else None,
         )
     if run.train.deterministic:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from depthbench.config.build import build, nearest
 from depthbench.config.load import read_yaml
@@ -70,11 +71,10 @@ class Cluster:
         return self.network_gb_s * 1e9 * self.link_share
 
 
-def load_cluster(name: str) -> Cluster:
-    """The cluster called `name`: one of launch/clusters/, or a YAML file.
+def read_cluster_file(name: str) -> tuple[Path, dict[str, Any]]:
+    """The file of the cluster called `name`, one of launch/clusters/ or a YAML file, and what it says.
 
-    Raises UserError, with the names there are, for an unknown name, and with the file and the field for a file that
-    cannot be read or has an unknown, a missing or a wrong field.
+    Raises UserError, with the names there are, for an unknown name, and with the file for one that cannot be read.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
     if path.parent == CLUSTERS and not path.is_file():
@@ -82,8 +82,18 @@ def load_cluster(name: str) -> Cluster:
         raise UserError(
             f"no {name!r} in launch/clusters; nearest is {nearest(name, names)!r}; there are {', '.join(names)}"
         )
+    return path, read_yaml(path)
+
+
+def load_cluster(name: str) -> Cluster:
+    """The machines of a cluster; how jobs are submitted to it, its file's section `slurm`, is not read here.
+
+    Raises UserError as `read_cluster_file`, and with the file and the field for an unknown, a missing or a wrong field.
+    """
+    path, values = read_cluster_file(name)
+    values.pop("slurm", None)
     try:
-        cluster: Cluster = build(Cluster, read_yaml(path))
+        cluster: Cluster = build(Cluster, values)
     except UserError as error:
         raise UserError(f"cluster {path}: {error}") from error
     return cluster

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
-        _show(plan)
+        show(plan)
     if not plan.fits:
         assert plan.cluster
         print(
@@ -77,7 +77,8 @@ def _numbers(text: str | None) -> list[int] | None:
     return numbers
 
 
-def _show(plan: Plan) -> None:
+def show(plan: Plan) -> None:
+    """Print the plan as tables."""
     console = Console()
     console.print(render(plan))
     console.print(render_memory(plan))

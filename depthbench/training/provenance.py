@@ -11,10 +11,12 @@ import torch
 import yaml
 
 import depthbench
+from depthbench.checkpoint.fence import Fence
 from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 
 PACKAGES = ("torch", "megatron-core", "numpy", "datasets", "sentencepiece", "tokenizers", "transformer-engine")
+SNAPSHOT = "snapshot.json"  # beside a copy of the package: what `source` said where it was made
 
 
 def _git(*words: str) -> str | None:
@@ -26,6 +28,19 @@ def _git(*words: str) -> str | None:
     return found.stdout.strip()
 
 
+def source() -> dict[str, Any]:
+    """Commit of the running code, and whether it was changed since; None where no repository tells."""
+    copied = Path(depthbench.__file__).parents[1] / SNAPSHOT
+    if copied.is_file():
+        told: dict[str, Any] = json.loads(copied.read_text())
+        return told
+    ours = _git("ls-files", "--error-unmatch", "__init__.py") is not None  # an installed copy may lie in another's tree
+    return {
+        "commit": _git("rev-parse", "HEAD") if ours else None,
+        "uncommitted_changes": bool(_git("status", "--porcelain")) if ours else None,
+    }
+
+
 def environment(world_size: int) -> dict[str, Any]:
     versions = {}
     for package in PACKAGES:
@@ -33,11 +48,9 @@ def environment(world_size: int) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    ours = _git("ls-files", "--error-unmatch", "__init__.py") is not None  # an installed copy may lie in another's tree
     return {
         "depthbench": depthbench.__version__,
-        "commit": _git("rev-parse", "HEAD") if ours else None,
-        "uncommitted_changes": bool(_git("status", "--porcelain")) if ours else None,
+        **source(),
         "python": platform.python_version(),
         "packages": versions,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -56,7 +69,15 @@ def record(run: RunConfig, folder: Path, world_size: int, step: int) -> None:
 
 
 def write_status(folder: Path, state: str, step: int, reason: str = "") -> None:
-    """`status.json`, the marker that launchers read: running, stopped (resume me), finished or failed."""
+    """`status.json`, the marker that launchers read: running, stopped (resume me), finished or failed.
+
+    Raises SupersededError if another attempt owns the run folder.
+    """
+    fence = Fence(folder)
+    fence.check()
+    content = {"state": state, "step": step, "reason": reason}
+    if fence.attempt:
+        content["attempt"] = fence.attempt
     partial = folder / "status.json.tmp"
-    partial.write_text(json.dumps({"state": state, "step": step, "reason": reason}))
+    partial.write_text(json.dumps(content))
     partial.replace(folder / "status.json")

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from depthbench.checkpoint import tensors
+<<<<<<< HEAD
 from depthbench.checkpoint.store import CheckpointWriter, load, load_weights
+=======
+from depthbench.checkpoint.fence import Fence
+from depthbench.checkpoint.store import CheckpointWriter, load
+>>>>>>> launch
 from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.config.validate import microbatches
@@ -90,6 +95,9 @@ class Trainer:
         _agree(ready)  # also: sample indices are in the cache of every node
         self.run, self.ready, self.context = run, ready, context
         self.leads = dist.get_rank() == 0
+        self.fence = Fence(ready.folder)
+        if self.leads:
+            self.fence.check()
         transport = make_transport(run, context)
         stages = build_stages(run, context, transport, draw=not (ready.resume or ready.initial))
         self.model = wrap(run, [stage.to(torch.cuda.current_device()) for stage in stages], transport)
@@ -136,11 +144,12 @@ class Trainer:
             if not stopped and self._due(run.train.eval_every):
                 stopped = self._evaluate(values)
             if self.metrics:
+                self.fence.check()
                 self.metrics.write(self.step, values)
             self.writer.poll()
             if stopped or self.step == last_step or self._due(run.checkpoint.every):
                 self._save()
-            if stopped:
+            if stopped and self.step < last_step:
                 if self.session and self.session.open:
                     self.save_recording()
                 self.writer.close()

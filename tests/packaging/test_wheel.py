@@ -49,4 +49,5 @@ def test_a_wheel_carries_its_files(tmp_path: Path) -> None:
     assert plan["parameters"]["total"] == 405505024
     for folder in ("configs", "launch"):
         assert yaml_files(site / "depthbench" / folder) == yaml_files(ROOT / folder)
-    assert (site / "depthbench/launch/setup.sh").is_file()
+    for script in (ROOT / "launch").rglob("*.sh"):
+        assert (site / "depthbench" / script.relative_to(ROOT)).is_file()

@@ -17,9 +17,10 @@ def test_the_published_runs_devices_ship() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_cluster_file_loads(name: str) -> None:
-    """Its peak is the one that the trainer's MFU uses; what is reached is less than the data sheet's figures."""
+    """Its peak is the one that the trainer's MFU uses, where that knows one; what is reached is less than the data
+    sheet's figures."""
     cluster = load_cluster(name)
-    assert cluster.peak_tflops == PEAK_TFLOPS[cluster.device.split("-")[0]]
+    assert cluster.device == "CPU" or cluster.peak_tflops == PEAK_TFLOPS[cluster.device.split("-")[0]]
     assert cluster.matmul_flops < cluster.peak_flops == cluster.peak_tflops * 1e12
     assert cluster.hbm < cluster.hbm_gb_s * 1e9 and cluster.network < cluster.nvlink < cluster.hbm
     assert cluster.memory == int(cluster.memory_gib * 2**30)
@@ -27,8 +28,10 @@ def test_every_cluster_file_loads(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_value_has_its_source(name: str) -> None:
-    """A data sheet, or the word assumption; a share and a latency are never a data sheet's."""
-    for line in (CLUSTERS / f"{name}.yaml").read_text().splitlines()[1:]:
+    """A data sheet, or the word assumption; a share and a latency are never a data sheet's. How jobs are submitted has
+    none."""
+    machine, _, _ = (CLUSTERS / f"{name}.yaml").read_text().partition("\nslurm:")
+    for line in machine.splitlines()[1:]:
         field, _, comment = line.partition("#")
         if field.startswith(("device", "gpus_per_node")):
             continue

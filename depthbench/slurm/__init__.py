@@ -1,0 +1,1 @@
+"""Runs on several nodes under Slurm: submitted, started, requeued and resumed."""

@@ -1,0 +1,193 @@
+"""What a job's script asks: `python -m depthbench.slurm.job {begin,end,port} ...`, before and after its processes run.
+
+Imports nothing but the standard library and files that do not either: see attempts.py. Talks on stdout, which the
+script keeps in the attempt's log.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from depthbench.checkpoint import fence
+from depthbench.checkpoint.folder import latest
+
+from .attempts import Ended, Kind, append, decide, read
+
+NOTHING_TO_DO = 10  # exit statuses that the script reads
+REQUEUE = 11
+_FIRST_PORT, _PORTS = 10_000, 20_000
+
+
+def port(job: int, restart: int) -> int:
+    """The port at which the ranks of an attempt meet: another for each job, and for each attempt of a job, since a
+    survivor of the one before may still hold that one's.
+
+    Above X11's and Slurm's own, below Linux's ephemeral range (32768 and up), of which any process may take one.
+    """
+    return _FIRST_PORT + (job + 7919 * restart) % _PORTS
+
+
+def journal(folder: Path) -> Path:
+    return folder / "slurm" / "attempts.jsonl"
+
+
+def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
+    """Make `attempt` the owner of the run folder. Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or
+    1 where no further attempt should be made."""
+    saved = _saved(folder)
+    if saved >= last_step:
+        print(f"attempt {attempt}: the run has reached step {saved} of {last_step}; nothing to do")
+        return NOTHING_TO_DO
+    before, owner = read(journal(folder)), fence.owner(folder)
+    if owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0]):
+        print(f"attempt {attempt}: job {owner.split('.')[0]} is running in {folder}: cancel it, or this job is no use")
+        return 1
+    if owner and owner.split(".")[0] == attempt.split(".")[0] and owner not in {ended.attempt for ended in before}:
+        lost = Ended(
+            owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node"
+        )
+        append(journal(folder), lost)
+        decision = decide(before, lost, max_requeues)
+        print(f"attempt {owner}: {decision.why}")
+        if not decision.requeue:
+            return decision.code
+    fence.claim(folder, attempt)
+    print(f"attempt {attempt}: begins from step {saved} of {last_step}")
+    return 0
+
+
+def end(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool, max_requeues: int) -> int:
+    """Note how an attempt ended, and decide. status: of srun. interrupted: whether the script got SIGTERM.
+
+    Returns the exit status that the job shall have, or REQUEUE.
+    """
+    ended = _ended(folder, logs, attempt, status, interrupted)
+    before = read(journal(folder))
+    decision = decide(before, ended, max_requeues)
+    if ended.kind is not Kind.SUPERSEDED:
+        append(journal(folder), ended)
+    print(f"attempt {attempt}: {decision.why}")
+    return REQUEUE if decision.requeue else decision.code
+
+
+def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool) -> Ended:
+    saved, reached = _saved(folder), _reached(folder)
+    job, restart = attempt.split(".")
+    slurm = _slurm("scontrol", "show", "job", "--oneliner", job)
+    ending = _ending(slurm) if interrupted else None
+
+    def ended(kind: Kind, reason: str = "", step: int = reached, refused: bool = False) -> Ended:
+        return Ended(attempt, kind, step, saved, reason, refused)
+
+    if (owner := fence.owner(folder)) != attempt:
+        return ended(Kind.SUPERSEDED, f"attempt {owner} owns the run folder")
+    if (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
+        return ended(Kind.SUPERSEDED, f"Slurm gave this node up, and has restarted the job {restarts[1]} times")
+    told = _status(folder)
+    if told.get("attempt") == attempt and told["state"] in ("finished", "stopped"):
+        if told["state"] == "finished":
+            return ended(Kind.FINISHED, step=told["step"])
+        if told["reason"].startswith("train.stop_at"):
+            return ended(Kind.PAUSED, told["reason"], told["step"])
+        if ending is not Kind.CANCELLED:
+            return ended(Kind.STOPPED, told["reason"], told["step"])
+    if ending is Kind.CANCELLED:
+        return ended(ending, "Slurm ended the job: cancelled, or preempted")
+    if ending:
+        return ended(ending, "the time limit came before a checkpoint was complete")
+    if status == 0:  # the trainer found nothing to do
+        return ended(Kind.FINISHED)
+    if told.get("attempt") == attempt and told["state"] == "failed" and not _errors(logs):
+        return ended(Kind.FAILED, told["reason"], told["step"])
+    if errors := _errors(logs):
+        return ended(Kind.FAILED, errors[0], refused=errors[0].startswith("UserError"))
+    return ended(Kind.FAILED, "a process died without a word")
+
+
+def _saved(folder: Path) -> int:
+    newest = latest(folder / "checkpoints")
+    return newest.step if newest else 0
+
+
+def _reached(folder: Path) -> int:
+    """The last step that any attempt completed."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    whole = [line for line in lines if line.endswith(b"\n")]
+    step: int = json.loads(whole[-1])["step"] if whole else 0
+    return step
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((folder / "status.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content
+
+
+def _errors(logs: Path) -> list[str]:
+    """What processes said when they died, the first to die first: torchrun has each write `error.json` into its logs.
+    Later ones are mostly of those that lost a partner."""
+    files = sorted(logs.glob("node-*/**/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    found = []
+    for file in files:
+        message = json.loads(file.read_text())["message"]
+        found.append(str(message["message"] if isinstance(message, dict) else message))
+    return found
+
+
+def _slurm(*words: str) -> str:
+    """What a command of Slurm prints; nothing where it fails or is not installed."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _running(job: str) -> bool:
+    return "RUNNING" in _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+
+
+def _ending(slurm: str) -> Kind | None:
+    """What a job is that Slurm is ending now: FAILED if its time is over, CANCELLED otherwise; None if it runs on. Its
+    state is COMPLETING then, and only the time limit leaves a reason."""
+    if "JobState=RUNNING" in slurm:
+        return None
+    return Kind.FAILED if "Reason=TimeLimit" in slurm else Kind.CANCELLED
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="depthbench.slurm.job")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name in ("begin", "end", "port"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("--attempt", required=True, metavar="JOB.RESTART")
+        if name == "port":
+            continue
+        verb.add_argument("--run-folder", type=Path, required=True)
+        verb.add_argument("--max-requeues", type=int, required=True)
+        if name == "begin":
+            verb.add_argument("--last-step", type=int, required=True)
+        else:
+            verb.add_argument("--logs", type=Path, required=True)
+            verb.add_argument("--status", type=int, required=True)
+            verb.add_argument("--interrupted", action="store_true")
+    args = parser.parse_args()
+    if args.verb == "port":
+        job, restart = args.attempt.split(".")
+        print(port(int(job), int(restart)))
+        return 0
+    if args.verb == "begin":
+        return begin(args.run_folder, args.attempt, args.last_step, args.max_requeues)
+    return end(args.run_folder, args.logs, args.attempt, args.status, args.interrupted, args.max_requeues)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+# From here on the script is the same for every run (launch/slurm/batch.sh). It starts one launcher on each node, tells
+# the processes when time is nearly up, and has depthbench.slurm.job decide what follows when they have ended.
+set -euo pipefail
+: "${SLURM_JOB_ID:?this script runs under Slurm: sbatch submit.sbatch}"
+attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+logs=$run_folder/slurm/logs/$attempt
+mkdir -p -- "$logs"
+exec >> "$logs/batch.log" 2>&1
+fatal() {
+    echo "depthbench: job $SLURM_JOB_ID: $*"
+    exit 1
+}
+cd -- "$submission/code" # the code as it was at submission; Python looks here first
+unset PYTHONSAFEPATH
+time_is_up="" interrupted="" step="" asking=""
+ask_to_stop() { # again and again: a process that is still starting ignores the signal
+    time_is_up=1
+    if [ -z "$step" ] || [ -n "$asking" ]; then return; fi
+    echo "attempt $attempt: asked to stop $(date +%T)"
+    while :; do scancel --signal=USR1 "$SLURM_JOB_ID" && sleep 5 || sleep 1; done &
+    asking=$!
+}
+trap ask_to_stop USR1        # Slurm's warning before the time limit or a preemption
+trap 'interrupted=1' TERM    # Slurm ends the job: the limit, a preemption, scancel
+job() { "$host_python" -m depthbench.slurm.job "$@"; }
+
+# no fallback: with another address than the others have, each node would wait or train alone
+command -v scontrol > /dev/null || fatal "scontrol is not on PATH, so the head node cannot be found"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fatal "scontrol does not know the nodes $SLURM_JOB_NODELIST"
+master_addr=${nodes%%$'\n'*}
+[ -n "$master_addr" ] || fatal "scontrol names no node in $SLURM_JOB_NODELIST"
+master_port=$(job port --attempt "$attempt")
+echo "attempt $attempt: nodes $SLURM_JOB_NODELIST, ranks meet at $master_addr:$master_port"
+
+code=0
+job begin --run-folder "$run_folder" --attempt "$attempt" --last-step "$last_step" --max-requeues "$max_requeues" ||
+    code=$?
+case $code in
+0) ;;
+10) exit 0 ;; # finished
+*) exit "$code" ;;
+esac
+
+export DEPTHBENCH_ATTEMPT=$attempt # the processes write into the run folder only while this attempt owns it
+export submission logs rank_python processes_per_node master_addr master_port
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # else srun forgets it
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${srun_options[@]}" \
+    "${inside[@]}" bash "$submission/node.sh" &
+step=$!
+[ -z "$time_is_up" ] || ask_to_stop
+while :; do # a trap ends `wait`, not the step
+    code=0
+    wait "$step" || code=$?
+    kill -0 "$step" 2> /dev/null || break
+done
+[ -z "$asking" ] || kill "$asking" || true
+
+words=(--run-folder "$run_folder" --attempt "$attempt" --max-requeues "$max_requeues" --logs "$logs" --status "$code")
+code=0
+job end "${words[@]}" ${interrupted:+--interrupted} || code=$?
+[ "$code" = 11 ] || exit "$code"
+scontrol requeue "$SLURM_JOB_ID" || fatal "Slurm refused to requeue it; go on with: sbatch submit.sbatch"
+until [ -n "$interrupted" ]; do sleep 1; done # Slurm ends this script now

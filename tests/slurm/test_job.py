@@ -1,0 +1,201 @@
+"""What a job's script is told before and after its processes run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from depthbench.checkpoint import fence
+from depthbench.slurm import job
+from depthbench.slurm.attempts import Ended, Kind, append, read
+
+LAST, MANY = 20, 50
+
+
+def test_it_needs_nothing_but_the_standard_library() -> None:
+    """Outside a container there may be no torch; and it takes no second."""
+    code = "import sys; import depthbench.slurm.job; assert not {'torch', 'yaml', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ports_of_ten_thousand_jobs() -> None:
+    """None is reserved, X11's, Slurm's or ephemeral; neighbours and a job's own attempts never meet."""
+    ports = [job.port(number, 0) for number in range(1, 10_001)]
+    assert min(ports) > 6818 and max(ports) < 32768
+    assert all(first != second for first, second in pairwise(ports))
+    assert len({job.port(123_456_789, restart) for restart in range(51)}) == 51
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+
+
+def metrics(folder: Path, step: int) -> None:
+    lines = [json.dumps({"step": number, "loss": 1.0}) + "\n" for number in range(1, step + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 99')
+
+
+def status(folder: Path, attempt: str, state: str, step: int, reason: str = "") -> None:
+    told = {"state": state, "step": step, "reason": reason, "attempt": attempt}
+    (folder / "status.json").write_text(json.dumps(told))
+
+
+def error(logs: Path, node: int, text: str) -> None:
+    folder = logs / f"node-{node}" / "7.0_x" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    (folder / "error.json").write_text(json.dumps({"message": {"message": text, "extraInfo": {}}}))
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What Slurm's commands print, by name."""
+    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None"}
+    monkeypatch.setattr(job, "_slurm", lambda name, *words: said[name])
+    return said
+
+
+def test_an_attempt_begins_by_owning_the_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+    assert job.begin(tmp_path, "7.0", LAST, MANY) == 0
+    assert fence.owner(tmp_path) == "7.0"
+
+
+def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str]) -> None:
+    checkpoint(tmp_path, LAST)
+    assert job.begin(tmp_path, "7.0", LAST, MANY) == job.NOTHING_TO_DO
+    assert fence.owner(tmp_path) is None
+
+
+def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm: dict[str, str]) -> None:
+    checkpoint(tmp_path, 10)
+    metrics(tmp_path, 12)
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    assert job.begin(tmp_path, "7.1", LAST, MANY) == 0
+    (lost,) = read(job.journal(tmp_path))
+    assert (lost.attempt, lost.kind, lost.step, lost.saved) == ("7.0", Kind.LOST, 12, 10)
+    assert fence.owner(tmp_path) == "7.1"
+
+
+def test_slurm_does_not_requeue_for_ever(
+    tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither more often than allowed, nor without a new checkpoint."""
+    job.begin(tmp_path, "7.0", LAST, 0)
+    assert job.begin(tmp_path, "7.1", LAST, 0) == 1
+    assert "--max-requeues=0" in capsys.readouterr().out
+    for restart in range(3):
+        append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"))
+    fence.claim(tmp_path, "8.3")
+    assert job.begin(tmp_path, "8.4", LAST, MANY) == 1
+    assert fence.owner(tmp_path) == "8.3"
+
+
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    slurm["squeue"] = "RUNNING\n"
+    assert job.begin(tmp_path, "8.0", LAST, MANY) == 1
+    assert fence.owner(tmp_path) == "7.0"
+    slurm["squeue"] = ""
+    assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+
+
+Prepare = Callable[[Path, Path], None]
+
+
+def told(state: str, step: int, reason: str = "", attempt: str = "7.0") -> Prepare:
+    return lambda folder, logs: status(folder, attempt, state, step, reason)
+
+
+def died(*texts: str) -> Prepare:
+    """Processes of different nodes, one after another."""
+
+    def prepare(folder: Path, logs: Path) -> None:
+        for node, text in reversed(list(enumerate(texts))):
+            error(logs, node, text)
+        for node in range(len(texts)):
+            for file in (logs / f"node-{node}").rglob("error.json"):
+                os.utime(file, ns=(node, node))
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("prepare", "status_of_srun", "interrupted", "slurm_says", "kind", "step", "reason", "code"),
+    [
+        (told("finished", LAST), 0, False, "", Kind.FINISHED, LAST, "", 0),
+        (told("stopped", 15, "train.stop_at=15"), 0, False, "", Kind.PAUSED, 15, "train.stop_at=15", 0),
+        (told("stopped", 15, "SIGUSR1"), 0, False, "", Kind.STOPPED, 15, "SIGUSR1", job.REQUEUE),
+        (told("stopped", 15, "SIGTERM"), 1, False, "", Kind.STOPPED, 15, "SIGTERM", job.REQUEUE),
+        # srun's status was lost to a signal; what the trainer wrote counts
+        (told("finished", LAST), 138, False, "", Kind.FINISHED, LAST, "", 0),
+        # an earlier attempt's word
+        (told("stopped", 9, "SIGUSR1", "6.0"), 0, False, "", Kind.FINISHED, 12, "", 0),
+        (told("finished", 9, "", "6.0"), 1, False, "", Kind.FAILED, 12, "a process died without a word", job.REQUEUE),
+        (
+            told("failed", 12, "step 13: loss is nan"),
+            1,
+            False,
+            "",
+            Kind.FAILED,
+            12,
+            "step 13: loss is nan",
+            job.REQUEUE,
+        ),
+        (told("running", 10), 1, False, "", Kind.FAILED, 12, "a process died without a word", job.REQUEUE),
+        # the first to die says why
+        (
+            died("OutOfMemoryError: 8", "RuntimeError: peer"),
+            1,
+            False,
+            "",
+            Kind.FAILED,
+            12,
+            "OutOfMemoryError: 8",
+            job.REQUEUE,
+        ),
+        (died("UserError: no corpus"), 1, False, "", Kind.FAILED, 12, "UserError: no corpus", 1),
+        # Slurm ends the job: the user does, or the time limit, before or after a save
+        (told("running", 10), 143, True, "JobState=COMPLETING Reason=None", Kind.CANCELLED, 12, None, 1),
+        (told("stopped", 15, "SIGTERM"), 0, True, "JobState=COMPLETING Reason=None", Kind.CANCELLED, 12, None, 1),
+        (told("running", 10), 143, True, "JobState=COMPLETING Reason=TimeLimit", Kind.FAILED, 12, None, job.REQUEUE),
+        (told("stopped", 15, "SIGUSR1"), 143, True, "Reason=TimeLimit", Kind.STOPPED, 15, "SIGUSR1", job.REQUEUE),
+        # scancel --full --signal=TERM: the job runs on
+        (told("stopped", 15, "SIGTERM"), 0, True, "JobState=RUNNING", Kind.STOPPED, 15, "SIGTERM", job.REQUEUE),
+    ],
+)
+def test_how_an_attempt_ended(
+    tmp_path: Path,
+    slurm: dict[str, str],
+    prepare: Prepare,
+    status_of_srun: int,
+    interrupted: bool,
+    slurm_says: str,
+    kind: Kind,
+    step: int,
+    reason: str | None,
+    code: int,
+) -> None:
+    slurm["scontrol"] = slurm_says
+    checkpoint(tmp_path, 10)
+    metrics(tmp_path, 12)
+    logs = tmp_path / "slurm" / "logs" / "7.0"
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    prepare(tmp_path, logs)
+    assert job.end(tmp_path, logs, "7.0", status_of_srun, interrupted, MANY) == code
+    (ended,) = read(job.journal(tmp_path))
+    assert (ended.attempt, ended.kind, ended.step, ended.saved) == ("7.0", kind, step, 10)
+    assert reason is None or ended.reason == reason
+
+
+def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict[str, str]) -> None:
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "8.0", LAST, MANY)
+    before = (tmp_path / "slurm" / "attempts.jsonl").exists()
+    assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
+    assert (tmp_path / "slurm" / "attempts.jsonl").exists() == before

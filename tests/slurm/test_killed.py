@@ -1,0 +1,101 @@
+"""`kill -9` of all processes of a run at random moments, again and again: it resumes each time, and in the end it is
+the run that nothing happened to. The same under Slurm is in test_with_slurm.py."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from depthbench.checkpoint.folder import latest
+from depthbench.config.schema import CheckpointMode, RunConfig
+from tests.corpora import Corpus, trainable_run
+from tests.harness import WORKER_SECONDS, run_workers, start_workers
+from tests.training.test_resume import assert_same_run, training
+
+pytestmark = pytest.mark.slurm
+
+STEPS, KILLS, EVERY = 160, 15, 5
+
+
+@dataclass(frozen=True)
+class Moment:
+    """starting: both processes are there. step: there is a line of metrics of step `after` + `steps`. saving: a
+    checkpoint later than step `after` is being written. Then `delay` seconds pass."""
+
+    kind: str
+    after: int
+    steps: int
+    delay: float
+
+    def come(self, folder: Path) -> bool:
+        if self.kind == "saving":
+            names = [path.name for path in (folder / "checkpoints").glob(".saving-step_*")]
+            return any(int(name.split("_")[1].split("-")[0]) > self.after for name in names)
+        return self.kind == "starting" or _last_step(folder) >= self.after + self.steps
+
+
+def _last_step(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    whole = (
+        [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+    )
+    step: int = json.loads(whole[-1])["step"] if whole else 0
+    return step
+
+
+def kill_at(moment: Moment, folder: Path, notes: Path) -> None:
+    """Kill both ranks, and with each what it has started, as soon as the moment has come."""
+    deadline = time.monotonic() + WORKER_SECONDS
+    while len(list(notes.iterdir())) < 2 or not moment.come(folder):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.002)
+    time.sleep(moment.delay)
+    for note in notes.iterdir():
+        os.killpg(int(note.name), signal.SIGKILL)
+
+
+def noting(notes: Path) -> Callable[[int], None]:
+    """Each rank leaves its process id, which is its group's: tests.harness sees to that."""
+    return lambda rank: (notes / str(os.getpid())).touch()
+
+
+def run_of(corpus: Corpus, folder: Path) -> RunConfig:
+    return trainable_run(
+        corpus,
+        folder,
+        parallel={"distributed_optimizer": True},
+        train={"steps": STEPS, "eval_every": 0},
+        checkpoint={"every": EVERY},
+    )
+
+
+def test_killed_again_and_again(corpus: Corpus, tmp_path: Path) -> None:
+    moments = random.Random(20)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    run_workers(2, training, run_of(corpus, whole))
+    kinds = [*["step", "saving", "starting"] * (KILLS // 3)]
+    moments.shuffle(kinds)
+    run = run_of(corpus, folder)
+    for number, kind in enumerate(kinds):
+        notes = tmp_path / f"processes-{number}"
+        notes.mkdir()
+        saved = latest(folder / "checkpoints")
+        delay = moments.uniform(0, 0.5 if kind == "starting" else 0.05)
+        moment = Moment(kind, saved.step if saved else 0, moments.randint(1, 2 * EVERY), delay)
+        killer = multiprocessing.get_context("fork").Process(target=kill_at, args=(moment, folder, notes))
+        killer.start()
+        mode = moments.choice(list(CheckpointMode))
+        attempt = replace(run, checkpoint=replace(run.checkpoint, mode=mode))
+        codes, said, _ = start_workers(2, training, attempt, noting(notes))
+        killer.join()
+        assert codes == [-signal.SIGKILL] * 2, f"{moment}: {said}"
+    assert run_workers(2, training, run) == [0, 0]
+    assert_same_run(folder, whole, STEPS)

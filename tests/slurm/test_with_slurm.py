@@ -1,0 +1,241 @@
+"""Jobs under a real Slurm: trained on several nodes, and hit by all that ends an attempt.
+
+Each comes to the same losses, step by step, and to the same tensors as a run that nothing happened to.
+"""
+
+import contextlib
+import io
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthbench.cli import main
+from depthbench.config.load import plain
+from depthbench.config.schema import RunConfig
+from depthbench.slurm.attempts import Kind
+from tests.corpora import Corpus, trainable_run
+from tests.harness import run_workers
+from tests.slurm.jobs import Submitted, sbatch, slurm, submit
+from tests.training.test_resume import assert_same_run, exact, status, training
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
+
+STEPS = 300
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_of(corpus: Corpus, folder: Path) -> RunConfig:
+    """Two data-parallel processes, which is a node; more nodes than that have two stages."""
+    return trainable_run(
+        corpus,
+        folder,
+        parallel={"distributed_optimizer": True},
+        train={"steps": STEPS, "eval_every": 0, "global_batch": 4, "micro_batch": 2},
+        checkpoint={"every": 20},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that run, without interruptions."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_workers(2, training, run_of(corpus, folder))
+    return folder
+
+
+@pytest.fixture
+def running(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
+    """The same run as a job, past its first checkpoint."""
+    job = submit(run_of(corpus, tmp_path / "run"))
+    job.wait_for_step(25)
+    yield job
+    slurm("scancel", "--quiet", job.number)
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def processes(job: Submitted) -> list[int]:
+    """Ids of the job's launchers and ranks, and of what these have started."""
+    ids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in ids if f"depthbench train {job.folder}" in command_of(pid)]
+
+
+def ranks(job: Submitted) -> list[int]:
+    """Ids of those that torchrun started."""
+
+    def parent(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    started = [pid for pid in processes(job) if "distributed.run" not in command_of(pid)]
+    return [pid for pid in started if "distributed.run" in command_of(parent(pid))]
+
+
+def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tmp_path: Path) -> None:
+    """The quickstart, smaller: losses of two nodes are those of torchrun on one machine bit by bit, those of four,
+    which sum over two data-parallel ranks more, within rounding. In folders whose names no shell should see."""
+    smaller = [
+        f"data.train=[{{prefix: {corpus.train}}}]",
+        f"data.valid=[{{prefix: {corpus.valid}}}]",
+        f"data.tokenizer={corpus.tokenizer}",
+        *("model.vocab_size=512", "model.hidden_size=48", "model.ffn_hidden_size=64", "model.num_attention_heads=2"),
+        *("model.num_layers=4", "model.sequence_length=32", "train.precision=fp32"),
+        *("train.global_batch=8", "train.micro_batch=2", "train.steps=6", "train.eval_every=3"),
+        *("train.eval_sequences=16", "parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"),
+    ]
+    one = tmp_path / "one"
+    launched = subprocess.run(
+        ["bash", str(ROOT / "launch/local.sh"), "quickstart", *smaller, f"run_dir={one}"],
+        env={**os.environ, "PYTHON": sys.executable, "PROCESSES": "4"},
+        capture_output=True,
+        text=True,
+    )
+    assert launched.returncode == 0, launched.stderr
+    jobs = []
+    for nodes in (2, 4):
+        folder = tmp_path / f'it\'s {nodes}, "$(touch pwned)" nodes'
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            words = ["submit", "quickstart", *smaller, f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'"]
+            assert main([*words, "--cluster", "local-slurm", "--nodes", str(nodes)]) == 0
+        jobs.append(Submitted(re.findall(r"submitted job (\d+)", said.getvalue())[0], folder))
+    for job in jobs:
+        job.finish()
+        assert status(job.folder)["state"] == "finished"
+    two, four = (job.folder for job in jobs)
+    assert exact(two) == exact(one)
+    for ours, theirs in zip(exact(four), exact(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert len(list((four / "slurm" / "logs").rglob("stdout.log"))) == 8
+
+
+def test_a_time_limit_is_no_end(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
+    """Slurm warns, the run saves, the job requeues itself and goes on. (The warning comes to minutes: here before the
+    processes can act on it, so it is repeated until they do.)"""
+    cluster = tmp_path / "cluster.yaml"
+    text = (ROOT / "launch/clusters/local-slurm.yaml").read_text()
+    cluster.write_text(text.replace("warning_seconds: 60", "warning_seconds: 110"))
+    job = submit(run_of(corpus, tmp_path / "run"), str(cluster), "--time", "2")
+    job.wait_for(lambda: job.restarts == 1, "a requeue")
+    slurm("scontrol", "update", f"job={job.number}", "TimeLimit=60")
+    job.finish()
+    first, *_, last = job.attempts()
+    assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGUSR1", Kind.FINISHED)
+    assert 0 < first.step == first.saved < STEPS
+    assert_same_run(job.folder, whole, STEPS)
+
+
+def test_terminated_and_finished(running: Submitted, whole: Path) -> None:
+    """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so."""
+    slurm("scancel", "--signal=TERM", running.number)
+    running.finish()
+    first, last = running.attempts()
+    assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGTERM", Kind.FINISHED)
+    assert_same_run(running.folder, whole, STEPS)
+
+    again = sbatch(running.folder / "slurm" / "1" / "submit.sbatch", running.folder)
+    again.finish()
+    assert again.attempts() == [first, last] and "nothing to do" in again.log()
+
+
+def test_cancelled_is_cancelled(running: Submitted) -> None:
+    slurm("scancel", running.number)
+    assert running.ends() == "CANCELLED"
+    assert running.restarts == 0
+
+
+def test_a_killed_rank(running: Submitted, whole: Path) -> None:
+    """The job resumes from the newest checkpoint: nothing before it is trained again."""
+    os.kill(max(ranks(running)), signal.SIGKILL)
+    running.finish()
+    first, last = running.attempts()
+    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
+    assert first.step - first.saved <= 20
+    assert_same_run(running.folder, whole, STEPS)
+
+
+def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) -> None:
+    """Slurm gives the node up and requeues the job elsewhere. The old processes, which had only been held up, find that
+    the run is no longer theirs, and write nothing more."""
+    (node,) = running.nodes
+    survivors = processes(running)
+    for pid in survivors:
+        os.kill(pid, signal.SIGSTOP)
+    folder = Path(os.environ["SLURM_CONF"]).parent
+    os.kill(int((folder / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+    try:
+        running.wait_for(lambda: (running.folder / "attempt").read_text() == f"{running.number}.1", "another attempt")
+        before = running.step
+        for pid in survivors:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        running.finish()
+    finally:
+        subprocess.run(["slurmd", "-f", os.environ["SLURM_CONF"], "-N", node], check=True)
+    lost, last = running.attempts()
+    assert (lost.attempt, lost.kind, last.kind) == (f"{running.number}.0", Kind.LOST, Kind.FINISHED)
+    assert before < STEPS
+    assert f"attempt {running.number}.0 no longer owns" in running.log()
+    assert_same_run(running.folder, whole, STEPS)
+
+
+def test_a_failure_that_repeats_itself_ends_the_job(corpus: Corpus, tmp_path: Path) -> None:
+    """A loss that is not finite, of samples that come again: two attempts, and it is said why."""
+    run = run_of(corpus, tmp_path / "run")
+    job = submit(replace(run, optimizer=replace(run.optimizer, lr=1e30, clip_norm=0.0, warmup_fraction=0.0)))
+    assert job.ends() == "FAILED"
+    first, second = job.attempts()
+    assert first.kind is second.kind is Kind.FAILED and first.failure == second.failure
+    assert "failed alike, at step" in job.log()
+
+
+def test_an_array_runs_one_after_another(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three runs, one at a time, each with its own folder."""
+    given, sweep = tmp_path / "given.yaml", tmp_path / "seeds.yaml"
+    short = run_of(corpus, tmp_path / "unused")
+    given.write_text(yaml.safe_dump(plain(replace(short, train=replace(short.train, steps=4)))))
+    sweep.write_text("limit: 1\ngrid: {seed: [1, 2, 3]}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", str(given), "--cluster", "local-slurm", "--array", str(sweep)]) == 0
+    (number,) = re.findall(r"submitted job (\d+)", capsys.readouterr().out)
+    folders = [tmp_path / "runs" / "seeds" / str(seed) for seed in (1, 2, 3)]
+    jobs = [Submitted(f"{number}_{task}", folder) for task, folder in enumerate(folders)]
+    most = 0
+    while any(job.state in ("PENDING", "RUNNING", "COMPLETING") for job in jobs):
+        most = max(most, slurm("squeue", "--noheader", f"--jobs={number}", "--format=%T").count("RUNNING"))
+    assert [job.state for job in jobs] == ["COMPLETED"] * 3 and most == 1
+    assert all(status(folder)["state"] == "finished" for folder in folders)
+    assert len({str(exact(folder)) for folder in folders}) == 3
+
+
+def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
+    """All processes of the run at once, five times, twice while a checkpoint is being written."""
+    moments = random.Random(7)
+    job = submit(run_of(corpus, tmp_path / "run"))
+    step = 0
+    for number in range(5):
+        step += moments.randint(22, 55)
+        job.wait_for_step(step)
+        if number % 2:
+            job.wait_for(lambda: any((job.folder / "checkpoints").glob(".saving-*")), "a save")
+        slurm("scancel", "--signal=KILL", f"{job.number}.0")
+        job.wait_for(lambda: len(job.attempts()) == number + 1, "its end")  # noqa: B023
+        step = job.attempts()[-1].saved
+    job.finish()
+    assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 5 + [Kind.FINISHED]
+    assert_same_run(job.folder, whole, STEPS)
