@@ -35,108 +35,15 @@ class Verb(NamedTuple):
     takes_run: bool
 
 
-<<<<<<< HEAD
 VERBS = {
     "prepare": Verb("turn text, JSONL, Parquet or a Hugging Face dataset into training data", "data.prepare", False),
     "train": Verb("train a run, or resume it", "training.command", True),
+    "submit": Verb("train a run as a job of several nodes under Slurm", "slurm.command", True),
     "plan": Verb("what a run holds, computes, sends and takes, before it runs", "planning.command", True),
     "profile": Verb("record what a run's pipeline does, and report it", "profiling.command", True),
     "runs": Verb("list run folders and where they stand", "logs.runs_command", False),
     "convert": Verb("checkpoints to Hugging Face models and back, checked", "convert.command", False),
     "evaluate": Verb("run lm-evaluation-harness tasks and the domain NLL on an export", "evaluation.command", False),
-=======
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="check settings, data and checkpoint, then stop")
-
-
-def _train(args: argparse.Namespace) -> int:
-    from depthbench.config.load import load_run
-
-    run = load_run(args.run, args.overrides)
-    if args.dry_run:
-        from depthbench.training.dry_run import dry_run
-
-        return dry_run(run)
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from depthbench.training.trainer import train
-
-    status = record(train)(run)  # under torchrun an error is left in a file, which a Slurm job reads
-    assert status is not None
-    return status
-
-
-def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.data import prepare
-
-    prepare.add_arguments(parser)
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from depthbench.data import prepare
-
-    return prepare.run(args)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.planning import command
-
-    command.add_arguments(parser)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from depthbench.planning import command
-
-    return command.run(args)
-
-
-def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.profiling import command
-
-    command.add_arguments(parser)
-
-
-def _profile(args: argparse.Namespace) -> int:
-    from depthbench.profiling import command
-
-    return command.run(args)
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.convert import command
-
-    command.add_arguments(parser)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from depthbench.convert import command
-
-    return command.run(args)
-
-
-def _submit_arguments(parser: argparse.ArgumentParser) -> None:
-    from depthbench.slurm import command
-
-    command.add_arguments(parser)
-
-
-def _submit(args: argparse.Namespace) -> int:
-    from depthbench.slurm import command
-
-    return command.run(args)
-
-
-Verb = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-
-VERBS: dict[str, Verb] = {
-    "prepare": ("turn text, JSONL, Parquet or a Hugging Face dataset into training data", _prepare_arguments, _prepare),
-    "train": ("train a run, or resume it", _train_arguments, _train),
-    "submit": ("train a run as a job of several nodes under Slurm", _submit_arguments, _submit),
-    "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
-    "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
-    "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
->>>>>>> launch
 }
 
 

@@ -20,12 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from depthbench.errors import UserError
 
-<<<<<<< HEAD
-from .stored import damage
-=======
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
->>>>>>> launch
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8})$")
@@ -71,6 +67,8 @@ class Published:
 
     def check_files(self) -> None:
         """Raise UserError naming the first data file that is missing or shorter than the metadata says."""
+        from .stored import damage
+
         if fault := damage(self.path, self._metadata()):
             raise self._broken(fault)
 

@@ -146,6 +146,7 @@ def absolute(settings: RunConfig) -> RunConfig:
     return replace(
         settings,
         run_dir=path(settings.folder),
+        initial=settings.initial and path(settings.initial),
         data=replace(
             data,
             train=[replace(source, prefix=path(source.prefix)) for source in data.train],

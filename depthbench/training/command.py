@@ -19,6 +19,10 @@ def run(args: argparse.Namespace) -> int:
         from .dry_run import dry_run
 
         return dry_run(settings)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from .trainer import train
 
-    return train(settings)
+    status = record(train)(settings)  # under torchrun an error is left in a file, which a Slurm job reads
+    assert status is not None
+    return status

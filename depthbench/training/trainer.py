@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 
 from depthbench.checkpoint import tensors
-<<<<<<< HEAD
-from depthbench.checkpoint.store import CheckpointWriter, load, load_weights
-=======
 from depthbench.checkpoint.fence import Fence
-from depthbench.checkpoint.store import CheckpointWriter, load
->>>>>>> launch
+from depthbench.checkpoint.store import CheckpointWriter, load, load_weights
 from depthbench.config.load import plain
 from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.config.validate import microbatches

@@ -176,11 +176,13 @@ def test_any_value_arrives_as_it_was(tmp_path: Path, value: str) -> None:
 
 def test_all_paths_become_absolute(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    run = trainable_run(Corpus("t/model", "t/train", "/t/valid"), Path("out"), data={"index_cache": "cache"})
+    run = trainable_run(
+        Corpus("t/model", "t/train", "/t/valid"), Path("out"), data={"index_cache": "cache"}, initial="start"
+    )
     found = absolute(run)
     assert (found.folder, found.data.tokenizer) == (f"{tmp_path}/out", f"{tmp_path}/t/model")
     assert (found.data.train[0].prefix, found.data.valid[0].prefix) == (f"{tmp_path}/t/train", "/t/valid")
-    assert found.data.index_cache == f"{tmp_path}/cache"
+    assert (found.data.index_cache, found.initial) == (f"{tmp_path}/cache", f"{tmp_path}/start")
     assert os.path.isabs(found.folder)
 
 
