@@ -174,7 +174,7 @@ def test_any_value_arrives_as_it_was(tmp_path: Path, value: str) -> None:
     assert typed(read_yaml(tmp_path / "run.yaml")) == run
 
 
-def test_all_paths_become_absolute(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run = trainable_run(
         Corpus("t/model", "t/train", "/t/valid"), Path("out"), data={"index_cache": "cache"}, initial="start"
