@@ -21,7 +21,7 @@ from depthbench.pipeline.transport import Transport
 from depthbench.residual.state import DepthState
 
 from .cache import CacheShape, KVCache
-from .pieces import Piece, check_chunk, cut, share
+from .pieces import Piece, check_chunk, check_ids, cut, share
 
 
 class Engine:
@@ -88,19 +88,13 @@ class Engine:
     def _check(self, tokens_BT: Tensor) -> None:
         count = tokens_BT.shape[1]
         if count == 0:
-            raise UserError("there is nothing to read: the prompt is empty; give at least one token")
+            raise UserError("there is nothing to read: give at least one token")
         if self.length + count > self.capacity:
             raise UserError(
                 f"{self.length + count} tokens do not fit a key-value cache of {self.capacity}: shorten the prompt, or "
                 f"make room for {self.length + count - self.capacity} more"
             )
-        low, high = int(tokens_BT.min()), int(tokens_BT.max())
-        if low < 0 or high >= self.model.vocab_size:
-            wrong = low if low < 0 else high
-            raise UserError(
-                f"token id {wrong} is outside the vocabulary, 0 .. {self.model.vocab_size - 1}: was the text made into "
-                "tokens by another tokenizer?"
-            )
+        check_ids(tokens_BT, self.model.vocab_size)
 
 
 class _Reading:

@@ -1,6 +1,8 @@
-"""How tokens are cut into the pieces that go through the model one after the other."""
+"""Tokens, and how they are cut into the pieces that go through the model one after the other."""
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from depthbench.errors import UserError
 from depthbench.pipeline.edges import Local
@@ -39,3 +41,13 @@ def check_chunk(chunk: int, ranks: int) -> None:
         shared = f" cannot be shared by parallel.tensor={ranks} ranks" if chunk > 0 else ""
         way_out = ", or set parallel.sequence=false" if chunk > 0 else ""
         raise UserError(f"a chunk of {chunk} tokens{shared}: give at least {ranks}{way_out}")
+
+
+def check_ids(tokens: Tensor, vocab_size: int) -> None:
+    """Raises UserError for ids that the model does not know. tokens: at least one."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"token id {low if low < 0 else high} is outside the vocabulary, 0 .. {vocab_size - 1}: was the text made "
+            "into tokens by another tokenizer?"
+        )
