@@ -18,7 +18,6 @@ from depthbench.model.stage import DecoderStage
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.forward import run_forward
 from depthbench.pipeline.transport import Transport
-from depthbench.residual.state import DepthState
 
 from .cache import CacheShape, KVCache
 from .pieces import Piece, check_chunk, check_ids, cut, share
@@ -27,7 +26,8 @@ from .pieces import Piece, check_chunk, check_ids, cut, share
 class Engine:
     """stages: this rank's, in depth order. transport: between stages, None where there is one alone. batch: sequences,
     all of one length. capacity: tokens of each that there is room for. page: tokens of a cache's page; None: all at
-    once, from the start."""
+    once, from the start. most_ahead: reads of the depth state that are attended to at once, each of which keeps a
+    mixture; None: as in training."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Engine:
         batch: int,
         capacity: int,
         page: int | None = None,
+        most_ahead: int | None = None,
     ) -> None:
         self.stages, self.transport, self.batch, self.capacity = list(stages), transport, batch, capacity
         self.context: ParallelContext = stages[0].context
@@ -44,6 +45,7 @@ class Engine:
         self.sharded = self.context.sequence_parallel
         for stage in self.stages:
             stage.requires_grad_(False)
+            stage.share_reads(most_ahead)
         ranks = self.context.tp_size
         shape = CacheShape(batch, self.model.kv_heads // ranks, self.model.head_size, capacity, page or capacity)
         blocks = [int(index) for stage in self.stages for index in stage.blocks]
@@ -122,20 +124,22 @@ class _Reading:
         stage.set_input_tensor([arrived])
         del arrived
         pasts = self.engine.cache.pasts(map(int, stage.blocks), piece.start, piece.count)
-        state = stage.run_blocks(stage.enter(self._tokens(piece), number), pasts)
+        # the state is in no variable here: its tensors go with their last reader
         if not stage.span.has_head:
-            return stage.leave(state, number)
+            return stage.leave(stage.run_blocks(stage.enter(self._tokens(piece), number), pasts), number)
         if self.every or number == len(self.pieces) - 1:
-            self.logits.append(self._logits(stage, state, piece))
+            hidden_SBD = stage.readout(stage.run_blocks(stage.enter(self._tokens(piece), number), pasts))
+            self.logits.append(self._logits(stage, hidden_SBD, piece))
+        else:
+            stage.run_blocks(stage.enter(self._tokens(piece), number), pasts)
         return None
 
     def _tokens(self, piece: Piece) -> Tensor:
         begin = piece.start - self.engine.length
         return F.pad(self.tokens_BT[:, begin : begin + piece.count], (0, piece.padding))
 
-    def _logits(self, stage: DecoderStage, state: DepthState, piece: Piece) -> Tensor:
+    def _logits(self, stage: DecoderStage, hidden_SBD: Tensor, piece: Piece) -> Tensor:
         """[B, S, V] of the piece's tokens, or of its last one."""
-        hidden_SBD = stage.readout(state)
         if self.every:
             return self._whole(stage.project(hidden_SBD))[:, : piece.count]
         # of sharded tokens each rank gives one, at the place of the last one in its owner's share

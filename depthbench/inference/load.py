@@ -53,8 +53,8 @@ class Loaded:
     def weight_bytes(self) -> int:
         return sum(parameter.nbytes for stage in self.stages for parameter in stage.parameters())
 
-    def engine(self, batch: int, capacity: int, page: int | None = None) -> Engine:
-        return Engine(self.stages, self.transport, batch, capacity, page)
+    def engine(self, batch: int, capacity: int, page: int | None = None, most_ahead: int | None = None) -> Engine:
+        return Engine(self.stages, self.transport, batch, capacity, page, most_ahead)
 
 
 def _layout(words: list[str]) -> dict[str, dict[str, Any]]:

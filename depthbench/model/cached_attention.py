@@ -35,7 +35,7 @@ class Past(Protocol):
 
 
 class _Softmax:
-    """A softmax over what has been added to it, summed in float32 or better."""
+    """A softmax over what has been added to it, summed in float32 or better, in place of the first part."""
 
     def __init__(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
         self.out, self.lse = out.to(dtype), lse.to(dtype)
@@ -43,7 +43,7 @@ class _Softmax:
     def rescale(self, lse: Tensor) -> Tensor:
         """Make room for scores of this log-sum-exp; what to add to `out` has to be divided by exp of the result."""
         joint = torch.logaddexp(self.lse, lse)
-        self.out = self.out * (self.lse - joint).exp().unsqueeze(-1)
+        self.out *= (self.lse - joint).exp().unsqueeze(-1)
         self.lse = joint
         return joint
 

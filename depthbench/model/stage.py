@@ -71,13 +71,12 @@ class Block(nn.Module):
 
     def forward(self, state: DepthState, observer: Observer | None = None, past: Past | None = None) -> DepthState:
         read = self.attention_residual(state)
-        y, taps = self.attention(read.hidden, read.depth_kv, past)
-        state = self.attention_residual.write(state, read, y, taps)
+        # what branches return is not held: taps are views of a whole matmul
+        state = self.attention_residual.write(state, read, *self.attention(read.hidden, read.depth_kv, past))
         if observer:
             observer(2 * self.index, state)
         read = self.mlp_residual(state)
-        y, taps = self.mlp(read.hidden)
-        state = self.mlp_residual.write(state, read, y, taps)
+        state = self.mlp_residual.write(state, read, *self.mlp(read.hidden))
         if observer:
             observer(2 * self.index + 1, state)
         return state
@@ -135,8 +134,13 @@ class DecoderStage(nn.Module):
             if self.tied_copy:
                 table = replace(table, name="embedding")  # the same logical tensor as the embedding's
             self.head = column_linear([table], context, rows=padded, own_weight=own_weight)
+        self.share_reads()
+
+    def share_reads(self, most: int | None = None) -> None:
+        """Let readers of the depth state share work, `most` of them at once (None: as many as the architecture
+        likes)."""
         for readers in self._regions():
-            residual.share(readers)
+            self.residual.share(readers, most)
 
     def _regions(self) -> list[dict[int, nn.Module]]:
         """The depth state's readers, by sublayer, in groups between which a checkpoint saves the state."""

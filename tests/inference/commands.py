@@ -54,4 +54,5 @@ def _command(rank: int, world_size: int, store: str, words: Sequence[str]) -> tu
 def command(*words: str, processes: int = 1) -> Said:
     found = run_workers(processes, _command, words)
     assert len({code for code, _, _ in found}) == 1
-    return Said(*found[0], everyone="".join(out + err for _, out, err in found))
+    code, out, err = found[0]
+    return Said(code, out, err, "".join(out + err for _, out, err in found))

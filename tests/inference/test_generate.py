@@ -59,7 +59,8 @@ def test_text_as_it_comes(folder: Path, corpus: Corpus) -> None:
     assert said.code == as_json.code == 0
     assert said.out == json.loads(as_json.out)["text"] + "\n"
     tokenizer = load_tokenizer(corpus.tokenizer)
-    ids, pieces = tokenizer.encode_batch(["A " + TEXT])[0], []
+    ids = tokenizer.encode_batch(["A " + TEXT])[0]
+    pieces: list[str] = []
     stream = TextStream(tokenizer, ids[:2], pieces.append)
     for token in ids[2:]:
         stream.add(token)

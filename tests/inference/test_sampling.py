@@ -1,6 +1,7 @@
 """Draws follow the probabilities that temperature and top-p leave."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,6 @@ def test_draws_follow_probabilities_and_repeat_with_their_seed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}])
-def test_wrong_settings(wrong: dict[str, float]) -> None:
+def test_wrong_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"must be"):
         Sampling(**wrong)
