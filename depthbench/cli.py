@@ -95,6 +95,18 @@ def _convert(args: argparse.Namespace) -> int:
     return command.run(args)
 
 
+def _prefill_arguments(parser: argparse.ArgumentParser) -> None:
+    from depthbench.inference import prefill_command
+
+    prefill_command.add_arguments(parser)
+
+
+def _prefill(args: argparse.Namespace) -> int:
+    from depthbench.inference import prefill_command
+
+    return prefill_command.run(args)
+
+
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     from depthbench.inference import generate_command
 
@@ -115,6 +127,7 @@ VERBS: dict[str, Verb] = {
     "plan": ("what a run holds, computes, sends and takes, before it runs", _plan_arguments, _plan),
     "profile": ("record what a run's pipeline does, and report it", _profile_arguments, _profile),
     "convert": ("write a checkpoint as a Hugging Face model, and check it", _convert_arguments, _convert),
+    "prefill": ("read a long text in chunks: speed, and memory by kind beside the plan", _prefill_arguments, _prefill),
     "generate": ("let a checkpoint's model write on from a prompt", _generate_arguments, _generate),
 }
 
