@@ -1,7 +1,8 @@
 """Reading a text with a stopwatch and every kind of memory watched, on each rank."""
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from depthbench.pipeline.transport import Transport
 from depthbench.planning.prefill import PrefillMemory, Reading, prefill_memory
 from depthbench.profiling.live_storages import LiveStorages
 from depthbench.residual.state import DepthState
 
+from .engine import Engine
 from .load import Loaded
 
 
@@ -26,6 +27,39 @@ class DepthWatch:
     def __call__(self, sublayer: int, state: DepthState) -> None:
         tensors = (*state.live.values(), *state.history.values())
         self.peak = max(self.peak, sum({t.data_ptr(): t.nbytes for t in tensors}.values()))
+
+
+class Watch:
+    """What a rank has held since `watched` began."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded, self.depth = loaded, DepthWatch()
+        self.storages = None if torch.cuda.is_available() else LiveStorages()
+
+    def by_kind(self, engine: Engine) -> PrefillMemory:
+        """workspace: what of the peak is of no other kind."""
+        weights, transport, cache = self.loaded.weight_bytes, self.loaded.transport, engine.cache.bytes
+        peak = self.storages.peak + weights if self.storages else torch.cuda.max_memory_allocated()
+        history = transport.cache.peak_bytes if transport else 0
+        rest = peak - weights - cache - self.depth.peak - history
+        return PrefillMemory(transport.stage if transport else 0, weights, cache, self.depth.peak, history, rest)
+
+
+@contextmanager
+def watched(loaded: Loaded) -> Iterator[Watch]:
+    """Around the making of an engine and its reading."""
+    watch = Watch(loaded)
+    for stage in loaded.stages:
+        stage.observer = watch.depth
+    if watch.storages is None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with watch.storages or nullcontext():
+            yield watch
+    finally:
+        for stage in loaded.stages:
+            stage.observer = None
 
 
 @dataclass(frozen=True)
@@ -65,33 +99,19 @@ def measure(loaded: Loaded, tokens_BT: Tensor, reading: Reading, *, warm_up: boo
     if warm_up:
         start = tokens_BT[:, : reading.chunk]
         loaded.engine(reading.batch, start.shape[1], reading.page, reading.most_ahead).read(start, reading.chunk)
-    cuda = torch.cuda.is_available()
-    watch = DepthWatch()
-    for stage in loaded.stages:
-        stage.observer = watch
-    storages = None if cuda else LiveStorages()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        with storages or nullcontext():
-            engine = loaded.engine(reading.batch, tokens_BT.shape[1], reading.page, reading.most_ahead)
-            dist.barrier()
-            began = time.perf_counter()
-            logits = engine.read(tokens_BT, reading.chunk)
-            following = torch.zeros(reading.batch, dtype=torch.long, device=engine.device)
-            if logits is not None:
-                following = logits.argmax(-1)
-            dist.broadcast(following, dist.get_world_size() - engine.context.tp_size)
-            next_tokens: list[int] = following.tolist()
-            seconds = time.perf_counter() - began
-    finally:
-        for stage in loaded.stages:
-            stage.observer = None
-    peak = storages.peak + loaded.weight_bytes if storages else torch.cuda.max_memory_allocated()
-    mine = _by_kind(peak, loaded, engine.cache.bytes, watch.peak, loaded.transport)
+    with watched(loaded) as watch:
+        engine = loaded.engine(reading.batch, tokens_BT.shape[1], reading.page, reading.most_ahead)
+        dist.barrier()
+        began = time.perf_counter()
+        logits = engine.read(tokens_BT, reading.chunk)
+        following = torch.zeros(reading.batch, dtype=torch.long, device=engine.device)
+        if logits is not None:
+            following = logits.argmax(-1)
+        dist.broadcast(following, dist.get_world_size() - engine.context.tp_size)
+        next_tokens: list[int] = following.tolist()
+        seconds = time.perf_counter() - began
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (seconds, mine))
+    dist.all_gather_object(everyone, (seconds, watch.by_kind(engine)))
     return Measured(
         reading,
         max(seconds for seconds, _ in everyone),
@@ -99,11 +119,3 @@ def measure(loaded: Loaded, tokens_BT: Tensor, reading: Reading, *, warm_up: boo
         prefill_memory(loaded.run, reading),
         next_tokens,
     )
-
-
-def _by_kind(peak: int, loaded: Loaded, kv_cache: int, depth_state: int, transport: Transport | None) -> PrefillMemory:
-    """workspace: what of the peak is of no other kind."""
-    cached = transport.cache.peak_bytes if transport else 0
-    rest = peak - loaded.weight_bytes - kv_cache - depth_state - cached
-    stage = transport.stage if transport else 0
-    return PrefillMemory(stage, loaded.weight_bytes, kv_cache, depth_state, cached, rest)

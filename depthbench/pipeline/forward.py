@@ -25,8 +25,9 @@ def run_forward(
     last = layout.num_chunks - 1
     with transport.communicate(len(shares), forward_only=True, own=shares) as communicator:
         for chunk, microbatch in runs(layout, transport.stage, len(shares), group):
-            # the shape is a stand-in: the edge knows better
-            arrived = communicator.recv_forward((1,), is_first_stage=chunk == 0)
-            message = run(chunk // layout.num_stages, microbatch, arrived)
-            del arrived
+            # no variable holds a message; the shape is a stand-in: the edge knows better
+            message = run(
+                chunk // layout.num_stages, microbatch, communicator.recv_forward((1,), is_first_stage=chunk == 0)
+            )
             communicator.send_forward(message, is_last_stage=chunk == last)
+            del message

@@ -92,10 +92,19 @@ def prefill_memory(run: RunConfig, reading: Reading) -> list[PrefillMemory]:
                 kv_cache=element * blocks * room * per_token,
                 depth_state=max(depth_state_bytes(run, reading, *span) for span in spans),
                 history_cache=cached[stage],
-                workspace=max(_workspace(run, reading, *span) for span in spans) + _message(run, local, stage),
+                workspace=_with_message(
+                    max(_workspace(run, reading, *span) for span in spans),
+                    _message(run, local, stage),
+                    again=pieces * len(spans) > 1,
+                ),
             )
         )
     return found
+
+
+def _with_message(workspace: int, message: int, *, again: bool) -> int:
+    """A message is packed when its chunk's work is done; `again`: the next work begins while it is on its way."""
+    return workspace + message if again else max(workspace, message)
 
 
 def _message(run: RunConfig, local: Local, stage: int) -> int:
