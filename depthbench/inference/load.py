@@ -18,9 +18,10 @@ from depthbench.config.validate import check_layout, residual_of
 from depthbench.convert.reading import Weights
 from depthbench.errors import UserError
 from depthbench.model.build import build_stages
+from depthbench.model.init import generator_for
 from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
-from depthbench.parallel.placement import logical_shards
+from depthbench.parallel.placement import logical_shards, spec_of
 from depthbench.pipeline.build import make_transport
 from depthbench.pipeline.transport import Transport
 
@@ -38,7 +39,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        return str(self.weights.checkpoint.path) if self.weights else f"{self.run.name}, initial weights"
+        return str(self.weights.checkpoint.path) if self.weights else f"{self.run.name}, no trained weights"
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,35 @@ def check_source(run: RunConfig, world_size: int) -> None:
         )
 
 
-def load(source: Source) -> Loaded:
-    """A collective call of all processes, which joins them. Raises UserError as `check_source`, and where the
-    checkpoint lacks a weight."""
+def load(source: Source, *, quick: bool = False) -> Loaded:
+    """A collective call of all processes, which joins them. quick: without a checkpoint, matmuls' weights are any
+    random numbers, drawn where they lie: a large model's initial ones take minutes, and speed does not depend on them.
+
+    Raises UserError as `check_source`, and where the checkpoint lacks a weight."""
     run = source.run
     _, world_size, _ = startup.world_from_environment()
     check_source(run, world_size)
     context = startup.start(run)
     transport = make_transport(run, context)
-    stages = build_stages(run, context, transport, draw=source.weights is None)
+    stages = build_stages(run, context, transport, draw=source.weights is None and not quick)
     if source.weights:
         _fill(stages, source.weights)
-    device = torch.cuda.current_device()
-    return Loaded(run, [stage.to(device) for stage in stages], transport)
+    stages = [stage.to(torch.cuda.current_device()) for stage in stages]
+    if quick and not source.weights:
+        _draw(run, stages)
+    return Loaded(run, stages, transport)
+
+
+@torch.no_grad()
+def _draw(run: RunConfig, stages: Sequence[DecoderStage]) -> None:
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            spec = spec_of(name, parameter)
+            if spec.shard_axis is not None:
+                parameter.normal_(std=run.model.init_std)
+            else:  # few, and alike on all ranks
+                (part,) = spec.parts
+                parameter.copy_(part.init(part.shape, generator_for(run.seed, name)))
 
 
 @torch.no_grad()

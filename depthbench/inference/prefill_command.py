@@ -25,7 +25,7 @@ KINDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to `parser`."""
-    parser.add_argument("source", metavar="RUN|CHECKPOINT", help="a run with its initial weights, or a checkpoint")
+    parser.add_argument("source", metavar="RUN|CHECKPOINT", help="a run (random weights), or a checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="the layout; of a run any setting")
     parser.add_argument("--tokens", type=int, metavar="N", help="of each sequence (default: the whole file)")
     parser.add_argument("--chunk", type=int, metavar="C", help="tokens read at once (default: all)")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if rank == 0 and count > model.sequence_length:
         text = f"note: {count} tokens, of a model trained on {model.sequence_length}: see model.rope_scaling"
         print(text, file=sys.stderr)
-    loaded = load(source)
+    loaded = load(source, quick=True)
     try:
         found = measure(
             loaded, tokens_BT, Reading(count, chunk, args.batch, args.page, args.most_ahead), warm_up=args.warm_up
