@@ -101,7 +101,7 @@ def main() -> None:
             "seconds": sum(one["seconds"]),
             "seconds_of_first_and_last_chunk": [one["seconds"][0], one["seconds"][-1]],
             "measured": one["memory"],
-            "planned": prefill_memory(run_of(ranks), reading)[0].as_dict(),
+            "planned": prefill_memory(run_of(ranks), reading, "cpu")[0].as_dict(),
         }
     alone, shared = (found[ranks]["logits"] for ranks in (1, 2))
     content["positions_compared"] = len(alone)

@@ -116,6 +116,6 @@ def measure(loaded: Loaded, tokens_BT: Tensor, reading: Reading, *, warm_up: boo
         reading,
         max(seconds for seconds, _ in everyone),
         [memory for _, memory in everyone],
-        prefill_memory(loaded.run, reading),
+        prefill_memory(loaded.run, reading, engine.device.type),
         next_tokens,
     )

@@ -7,8 +7,8 @@ With T tokens of a piece (padded to a multiple of the ranks that share it, times
       attention   hidden O D, gathered T D; matmul (H + 2G) K T, its values again, q and k rotated; output, and once
                   more in float32 while parts of the softmax are put together
       MLP         hidden O D; gate and up 2F T, silu F T, product F T
-      residual    reads ahead O D each in float32 (`Residual.kept_ahead`); live tensors that the block began with; a
-                  wide copy of those it writes
+      residual    reads ahead O D each in float32 (`Residual.kept_ahead`), and tiles of sources while they are made;
+                  live tensors that the block began with; a wide copy of those it writes
       messages    of a pipeline, one on its way
 
 No part grows with the length of the text but the keys and values. Letters as in `memory.py`; H, G and F a rank's share.
@@ -20,6 +20,7 @@ from typing import Any
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, residual_of
 from depthbench.pipeline.edges import Local, edges
+from depthbench.residual.depth_attention import TILE_BYTES
 
 from .parameters import rank_weights
 from .pipeline import ELEMENT_BYTES, cache_peaks
@@ -71,8 +72,11 @@ def depth_state_bytes(run: RunConfig, reading: Reading, first: int, last: int) -
     return ELEMENT_BYTES[run.train.precision] * max(local.numel(*state.live, *state.history) for state in states)
 
 
-def prefill_memory(run: RunConfig, reading: Reading) -> list[PrefillMemory]:
-    """Of each stage. Raises UserError where the residual settings or the layout cannot work at the model's shape."""
+def prefill_memory(run: RunConfig, reading: Reading, device: str = "cuda") -> list[PrefillMemory]:
+    """Of each stage. device: its type, by which tiles are cut.
+
+    Raises UserError where the residual settings or the layout cannot work at the model's shape.
+    """
     layout, model = layout_of(run), run.model
     element, local = ELEMENT_BYTES[run.train.precision], local_of(run, reading)
     pieces = -(-reading.tokens // reading.chunk)
@@ -93,7 +97,7 @@ def prefill_memory(run: RunConfig, reading: Reading) -> list[PrefillMemory]:
                 depth_state=max(depth_state_bytes(run, reading, *span) for span in spans),
                 history_cache=cached[stage],
                 workspace=_with_message(
-                    max(_workspace(run, reading, *span) for span in spans),
+                    max(_workspace(run, reading, device, *span) for span in spans),
                     _message(run, local, stage),
                     again=pieces * len(spans) > 1,
                 ),
@@ -115,7 +119,7 @@ def _message(run: RunConfig, local: Local, stage: int) -> int:
     return ELEMENT_BYTES[run.train.precision] * max(sent, default=0)
 
 
-def _workspace(run: RunConfig, reading: Reading, first: int, last: int) -> int:
+def _workspace(run: RunConfig, reading: Reading, device: str, first: int, last: int) -> int:
     model, ranks, local = run.model, run.parallel.tensor, local_of(run, reading)
     residual, element = residual_of(run), ELEMENT_BYTES[run.train.precision]
     wide = max(4, element)
@@ -141,5 +145,8 @@ def _workspace(run: RunConfig, reading: Reading, first: int, last: int) -> int:
     mlp = max(mlp, element * tokens * (3 * inner + width))
     live = [local.numel(*residual.state_at(k).live) for k in range(2 * first, 2 * last + 1)]
     branch = element * max(live[::2]) + hidden + max(attention, mlp, (element + wide) * max(live))
+    sources = max(len(residual.state_at(2 * k).history) for k in range(first, last + 1))
+    tile = min(TILE_BYTES[device], mixture * sources)
+    tiles = tile + tile * ahead // sources if ahead else 2 * mixture
     # a read takes its own mixture with it
-    return max(mixture * max(ahead - 1, 0) + branch, mixture * (ahead + 2))
+    return max(mixture * max(ahead - 1, 0) + branch, mixture * ahead + tiles)
