@@ -88,7 +88,7 @@ class Report:
         """Of Block AttnRes over Pre-LN, in time, at each shape that has both."""
         speed = {(part.shape, part.architecture): row.tokens_per_second for part, row in self.rows}
         return [
-            f"- {shape}: Block AttnRes takes {speed[shape, BASE] / speed[shape, BLOCK] - 1:+.1%} of Pre-LN's time"
+            f"- {shape}: Block AttnRes takes {speed[shape, BASE] / speed[shape, BLOCK] - 1:+.1%} time against Pre-LN"
             for shape, architecture in speed
             if architecture == BASE and (shape, BLOCK) in speed
         ]

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, STAGES),
     "pp2_vp2": (2, {**STAGES, "virtual_pipeline": 2}),
 }
-READINGS = [Reading(201, 201, 2), Reading(201, 50, 2), Reading(201, 50, 2, page=64, most_ahead=2)]
+READINGS = [Reading(201, 201, 2), Reading(201, 50, 2, page=64, most_ahead=2)]
 
 
 def run_of(name: str, parallel: dict[str, Any], precision: str = "fp32") -> RunConfig:
