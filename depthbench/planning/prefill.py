@@ -40,7 +40,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class PrefillMemory:
-    """Bytes on one rank of a stage. history_cache: what interleaved stages keep for their later chunks."""
+    """Bytes on one rank of a stage. history_cache: what interleaved stages keep for their later chunks; the state has
+    some of the same tensors, so there the peak is a bound."""
 
     stage: int
     weights: int

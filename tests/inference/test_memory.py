@@ -67,8 +67,8 @@ def measured(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_plan_is_what_is_held(layout: str) -> None:
-    """Keys and values, depth state and history cache to the byte; weights to a hundredth; the workspace, and so the
-    peak, to a quarter of itself."""
+    """Keys and values, depth state and history cache to the byte; weights to a hundredth; the workspace to a quarter of
+    itself. Of interleaved stages the peak is a bound: state and cache share tensors that the plan counts in both."""
     world_size, parallel = LAYOUTS[layout]
     runs = [run_of(name, parallel) for name in SHIPPED]
     ranks = run_workers(world_size, measured, runs, READINGS)
@@ -82,7 +82,10 @@ def test_the_plan_is_what_is_held(layout: str) -> None:
                 assert rank.depth_state == plan.depth_state, what
                 assert rank.history_cache == plan.history_cache, what
                 assert rank.weights == pytest.approx(plan.weights, rel=0.01), what
-                assert rank.workspace == pytest.approx(plan.workspace, rel=0.25), what
+                if "virtual_pipeline" in parallel:
+                    assert rank.peak <= 1.1 * plan.peak, what
+                else:
+                    assert rank.workspace == pytest.approx(plan.workspace, rel=0.25), what
 
 
 def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Reading) -> int:
