@@ -18,6 +18,7 @@ from depthbench.model.stage import DecoderStage
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.forward import run_forward
 from depthbench.pipeline.transport import Transport
+from depthbench.residual.state import DepthState
 
 from .cache import CacheShape, KVCache
 from .pieces import Piece, check_chunk, check_ids, cut, share
@@ -126,13 +127,20 @@ class _Reading:
         pasts = self.engine.cache.pasts(map(int, stage.blocks), piece.start, piece.count)
         # the state is in no variable here: its tensors go with their last reader
         if not stage.span.has_head:
-            return stage.leave(stage.run_blocks(stage.enter(self._tokens(piece), number), pasts), number)
+            return stage.leave(stage.run_blocks(self._enter(stage, number), pasts), number)
         if self.every or number == len(self.pieces) - 1:
-            hidden_SBD = stage.readout(stage.run_blocks(stage.enter(self._tokens(piece), number), pasts))
+            hidden_SBD = stage.readout(stage.run_blocks(self._enter(stage, number), pasts))
             self.logits.append(self._logits(stage, hidden_SBD, piece))
         else:
-            stage.run_blocks(stage.enter(self._tokens(piece), number), pasts)
+            stage.run_blocks(self._enter(stage, number), pasts)
         return None
+
+    def _enter(self, stage: DecoderStage, number: int) -> DepthState:
+        """The state before the stage's blocks; observers see also one that another stage has sent."""
+        state = stage.enter(self._tokens(self.pieces[number]), number)
+        if stage.observer and not stage.span.has_embedding:
+            stage.observer(2 * stage.span.first - 1, state)
+        return state
 
     def _tokens(self, piece: Piece) -> Tensor:
         begin = piece.start - self.engine.length
