@@ -44,6 +44,10 @@ VERBS = {
     "runs": Verb("list run folders and where they stand", "logs.runs_command", False),
     "convert": Verb("checkpoints to Hugging Face models and back, checked", "convert.command", False),
     "evaluate": Verb("run lm-evaluation-harness tasks and the domain NLL on an export", "evaluation.command", False),
+    "prefill": Verb(
+        "read a long text in chunks: speed, and memory by kind beside the plan", "inference.prefill_command", False
+    ),
+    "generate": Verb("let a checkpoint's model write on from a prompt", "inference.generate_command", False),
 }
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from depthbench.pipeline import message
 from depthbench.pipeline.boundary import Boundary, boundaries
 from depthbench.pipeline.cache import HistoryCache, Key
-from depthbench.pipeline.edges import Local
+from depthbench.pipeline.edges import Local, Shares
 from depthbench.pipeline.layout import layout
 from depthbench.residual import architecture
 from depthbench.residual.protocol import Shape
@@ -79,7 +79,7 @@ class Stage:
         self.cache = HistoryCache()
         self.local = Local(sequence=elements, microbatch=1, tensor_parallel=1, sequence_parallel=False)
         self.boundaries = boundaries(
-            residual, layout(stages * chunks, stages, chunks), stages - 2, self.local, cache_history, self.cache
+            residual, layout(stages * chunks, stages, chunks), stages - 2, Shares(self.local), cache_history, self.cache
         )
         self.taken = sum(len(boundary.kept.taken) for boundary in self.boundaries)
         self.arriving = [self._message(boundary) for boundary in self.boundaries]

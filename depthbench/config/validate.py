@@ -115,7 +115,8 @@ def check_run(run: RunConfig, world_size: int) -> None:
     if train.eval_every and not data.valid and not data.valid_fraction:
         raise UserError("there is no validation data: set data.valid or data.valid_fraction, or train.eval_every=0")
     residual_of(run)
-    _check_layout(run)
+    check_layout(run)
+    _check_sequence(run)
     replicas = data_parallel(run, world_size)
     if train.global_batch % (train.micro_batch * replicas):
         raise UserError(
@@ -153,7 +154,8 @@ def _check_ranges(run: RunConfig) -> None:
         )
 
 
-def _check_layout(run: RunConfig) -> None:
+def check_layout(run: RunConfig) -> None:
+    """Raise UserError where the model does not divide as `parallel` and `pipeline` say."""
     model, parallel = run.model, run.parallel
     positive("parallel", tensor=parallel.tensor, pipeline=parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline)
     positive("parallel", bucket_size=parallel.bucket_size)
@@ -171,11 +173,6 @@ def _check_layout(run: RunConfig) -> None:
     ):
         if count % parallel.tensor:
             raise UserError(f"model.{name}={count} is not divisible by parallel.tensor={parallel.tensor}")
-    if parallel.sequence and model.sequence_length % parallel.tensor:
-        raise UserError(
-            f"model.sequence_length={model.sequence_length} is not divisible by parallel.tensor={parallel.tensor}, "
-            "as parallel.sequence needs"
-        )
     if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
         raise UserError(
             "parallel.overlap_param_gather=true needs parallel.distributed_optimizer=true (it is "
@@ -186,4 +183,13 @@ def _check_layout(run: RunConfig) -> None:
         raise UserError(
             f"train.precision={run.train.precision.value} needs parallel.distributed_optimizer=false: Megatron-Core's "
             "keeps float32 master weights"
+        )
+
+
+def _check_sequence(run: RunConfig) -> None:
+    model, parallel = run.model, run.parallel
+    if parallel.sequence and model.sequence_length % parallel.tensor:
+        raise UserError(
+            f"model.sequence_length={model.sequence_length} is not divisible by parallel.tensor={parallel.tensor}, "
+            "as parallel.sequence needs"
         )

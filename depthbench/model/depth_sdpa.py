@@ -27,14 +27,16 @@ def _has_kernel(q: Tensor) -> bool:
     return not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16)
 
 
-def _plain_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _plain_scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     scores: Tensor = (q @ k.mT) * scale
+    if not causal:
+        return scores
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
     return scores.masked_fill_(future, float("-inf"))
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _plain_scores(q, k, scale)
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, scale, causal)
     lse = torch.logsumexp(scores, -1)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
 
@@ -42,7 +44,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = (_plain_scores(q, k, scale) - lse.unsqueeze(-1)).exp()
+    p = (_plain_scores(q, k, scale, causal=True) - lse.unsqueeze(-1)).exp()
     dscore = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return dscore @ k, dscore.mT @ q, p.mT @ grad
 
@@ -53,16 +55,21 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(t, (0, padding)) if padding else t for t in tensors]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Output, log-sum-exp [B, H, S] and what the backward kernel wants besides."""
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = True
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Output, log-sum-exp [B, H, S] and what the backward kernel wants besides.
+
+    causal: query s sees keys 0 .. s; else every query sees every key, of which there may be another number.
+    """
     if not _has_kernel(q):
-        return *_plain_forward(q, k, v, scale), ()
+        return *_plain_forward(q, k, v, scale, causal), ()
     if q.is_cuda:
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(
-            *_padded(q, k, v), 0.0, True, scale=scale
+            *_padded(q, k, v), 0.0, causal, scale=scale
         )
         return out[..., : q.shape[-1]], lse, (cum_q, cum_k, max_q, max_k, seed, offset)
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse, ()
 
 
@@ -84,7 +91,7 @@ def _flash_backward(
     return dq, dk, dv
 
 
-def _spread(t_BGSK: Tensor, heads: int) -> Tensor:
+def spread(t_BGSK: Tensor, heads: int) -> Tensor:
     """Repeat KV heads so that query head j meets KV head floor(j * G / H); a view where H == G."""
     return t_BGSK.unsqueeze(2).expand(-1, -1, heads // t_BGSK.shape[1], -1, -1).flatten(1, 2)
 
@@ -93,7 +100,7 @@ def _over_group(t_BGRSK: Tensor) -> Tensor:
     return t_BGRSK.sum(2) if t_BGRSK.shape[2] > 1 else t_BGRSK.squeeze(2)
 
 
-def _dots(x_BGRSK: Tensor, slots: Sequence[Tensor]) -> Tensor:
+def dots(x_BGRSK: Tensor, slots: Sequence[Tensor]) -> Tensor:
     """Dot products [N, B, G, R, S] with every slot [B, G, 1, S, K]."""
     product = torch.empty_like(x_BGRSK)
     return torch.stack([torch.mul(x_BGRSK, slot, out=product).sum(-1) for slot in slots])
@@ -103,12 +110,12 @@ class _JointAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, q: Tensor, k: Tensor, v: Tensor, *depth: Tensor) -> Tensor:
         heads, groups = q.shape[1], k.shape[1]
-        out, lse, ctx.extra = _flash_forward(q, _spread(k, heads), _spread(v, heads), scale)
+        out, lse, ctx.extra = flash_forward(q, spread(k, heads), spread(v, heads), scale)
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide_q, lse = (t.to(dtype).unflatten(1, (groups, -1)) for t in (q, lse))
         slots = [slot.unsqueeze(2) for slot in depth]
         keys, values = slots[: len(slots) // 2], slots[len(slots) // 2 :]
-        logits_NBGRS = _dots(wide_q, keys) * scale
+        logits_NBGRS = dots(wide_q, keys) * scale
         joint_lse = torch.logaddexp(lse, torch.logsumexp(logits_NBGRS, 0))
         # out of place: selective recomputation keeps the kernel's output
         joint = out.unflatten(1, (groups, -1)) * (lse - joint_lse).exp().unsqueeze(-1)
@@ -124,14 +131,14 @@ class _JointAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, joint, lse, *depth = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
-        dq, *dkv = _flash_backward(grad, q, _spread(k, heads), _spread(v, heads), joint, lse, ctx.scale, ctx.extra)
+        dq, *dkv = _flash_backward(grad, q, spread(k, heads), spread(v, heads), joint, lse, ctx.scale, ctx.extra)
         dk, dv = (_over_group(t.unflatten(1, (groups, -1))) for t in dkv)
         wide_q, wide_grad, wide_dq = (t.to(lse.dtype).unflatten(1, (groups, -1)) for t in (q, grad, dq))
         joint, lse = (t.unflatten(1, (groups, -1)) for t in (joint, lse))
         slots = [slot.unsqueeze(2) for slot in depth]
         keys, values = slots[: len(slots) // 2], slots[len(slots) // 2 :]
-        p_NBGRS = (_dots(wide_q, keys) * ctx.scale - lse).exp()
-        dp_NBGRS = _dots(wide_grad, values) - (wide_grad * joint).sum(-1)
+        p_NBGRS = (dots(wide_q, keys) * ctx.scale - lse).exp()
+        dp_NBGRS = dots(wide_grad, values) - (wide_grad * joint).sum(-1)
         dlogits_NBGRS = p_NBGRS * dp_NBGRS * ctx.scale
         dkeys, dvalues = [], []
         for key, p, dlogit in zip(keys, p_NBGRS.unsqueeze(-1), dlogits_NBGRS.unsqueeze(-1), strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthbench.parallel.context import ParallelContext
 from depthbench.residual.parameters import ParameterSpec, Part, declare
@@ -75,3 +75,13 @@ def vocab_embedding(part: Part, padded_rows: int, context: ParallelContext) -> V
     )
     declare(embedding.weight, ParameterSpec((part,), shard_axis=0, local_tokens=False, decay=True))
     return embedding
+
+
+def shard_tokens(model: nn.Module, on: bool) -> None:
+    """Let the parallel layers of `model` share tokens outside their matmuls, or not: a few tokens are not worth it, and
+    one cannot be shared. They read the config when they are built, and this afterwards."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.sequence_parallel = on
+        elif isinstance(module, VocabParallelEmbedding):
+            module.reduce_scatter_embeddings = on

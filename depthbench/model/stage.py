@@ -5,7 +5,7 @@ Shapes: S sequence (this rank's share under sequence parallelism), B microbatch,
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -18,8 +18,9 @@ from depthbench.residual.parameters import Part, truncated_normal
 from depthbench.residual.state import DepthState
 
 from .attention import SelfAttention
+from .cached_attention import Past
 from .config import ModelConfig
-from .linear import column_linear, vocab_embedding
+from .linear import column_linear, shard_tokens, vocab_embedding
 from .loss import vocab_parallel_cross_entropy
 from .mlp import MLP
 from .recompute import Recompute, recomputed
@@ -68,15 +69,14 @@ class Block(nn.Module):
         self.mlp = MLP(config, residual, index, context)
         self.mlp_residual = residual.connection(2 * index + 1, dtype)
 
-    def forward(self, state: DepthState, observer: Observer | None = None) -> DepthState:
+    def forward(self, state: DepthState, observer: Observer | None = None, past: Past | None = None) -> DepthState:
         read = self.attention_residual(state)
-        y, taps = self.attention(read.hidden, read.depth_kv)
-        state = self.attention_residual.write(state, read, y, taps)
+        # what branches return is not held: taps are views of a whole matmul
+        state = self.attention_residual.write(state, read, *self.attention(read.hidden, read.depth_kv, past))
         if observer:
             observer(2 * self.index, state)
         read = self.mlp_residual(state)
-        y, taps = self.mlp(read.hidden)
-        state = self.mlp_residual.write(state, read, y, taps)
+        state = self.mlp_residual.write(state, read, *self.mlp(read.hidden))
         if observer:
             observer(2 * self.index + 1, state)
         return state
@@ -134,8 +134,13 @@ class DecoderStage(nn.Module):
             if self.tied_copy:
                 table = replace(table, name="embedding")  # the same logical tensor as the embedding's
             self.head = column_linear([table], context, rows=padded, own_weight=own_weight)
+        self.share_reads()
+
+    def share_reads(self, most: int | None = None) -> None:
+        """Let readers of the depth state share work, `most` of them at once (None: as many as the architecture
+        likes)."""
         for readers in self._regions():
-            residual.share(readers)
+            self.residual.share(readers, most)
 
     def _regions(self) -> list[dict[int, nn.Module]]:
         """The depth state's readers, by sublayer, in groups between which a checkpoint saves the state."""
@@ -148,6 +153,11 @@ class DecoderStage(nn.Module):
             return [dict(ChainMap(*regions))]
         return regions
 
+    def shard_tokens(self, on: bool) -> None:
+        """Sequence parallelism in the calls to come, of a stage that was built for it."""
+        self.context = replace(self.context, sequence_parallel=on)
+        shard_tokens(self, on)
+
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """The schedule's way to hand over what the previous stage sent; the first stage gets None."""
         (self.arrived,) = tensors
@@ -155,25 +165,39 @@ class DecoderStage(nn.Module):
     def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Per-token losses [S, B] over all tokens, float32 or better; of a stage without a head, its message."""
         microbatch = self.decoder.current_microbatch
-        if self.span.has_embedding:
-            state = self.residual.start(self.embed(tokens_BS))
-            if self.observer:
-                self.observer(-1, state)
-        else:
-            assert self.boundary is not None and self.arrived is not None, "this stage needs what another one sends"
-            state = self.boundary.arrive(self.arrived, microbatch)
-            self.arrived = None
-        for index, block in self.blocks.items():
-            state = recomputed(block, self.recompute)(state, self.observer)
-            if self.block_hook:
-                self.block_hook(int(index), self.residual.probe(state))
+        state = self.run_blocks(self.enter(tokens_BS, microbatch))
         if not self.span.has_head:
-            assert self.boundary is not None, "this stage needs another one to send to"
-            return self.boundary.depart(state, microbatch)
+            return self.leave(state, microbatch)
         logits_SBW = self.logits(state)
         return vocab_parallel_cross_entropy(
             logits_SBW, labels_BS.transpose(0, 1), self.model_config.vocab_size, self.context
         )
+
+    def enter(self, tokens_BS: Tensor | None, microbatch: int) -> DepthState:
+        """The state before the stage's first block: of the tokens, or of what `set_input_tensor` has handed over."""
+        if self.span.has_embedding:
+            assert tokens_BS is not None
+            state = self.residual.start(self.embed(tokens_BS))
+            if self.observer:
+                self.observer(-1, state)
+            return state
+        assert self.boundary is not None and self.arrived is not None, "this stage needs what another one sends"
+        arrived, self.arrived = self.arrived, None
+        return self.boundary.arrive(arrived, microbatch)
+
+    def run_blocks(self, state: DepthState, pasts: Mapping[int, Past] | None = None) -> DepthState:
+        """pasts: of each block's attention, in inference."""
+        for index, block in self.blocks.items():
+            past = (pasts[int(index)],) if pasts else ()
+            state = recomputed(block, self.recompute)(state, self.observer, *past)
+            if self.block_hook:
+                self.block_hook(int(index), self.residual.probe(state))
+        return state
+
+    def leave(self, state: DepthState, microbatch: int) -> Tensor:
+        """The message to the next stage."""
+        assert self.boundary is not None, "this stage needs another one to send to"
+        return self.boundary.depart(state, microbatch)
 
     @property
     def share_embeddings_and_output_weights(self) -> bool:
@@ -190,6 +214,10 @@ class DecoderStage(nn.Module):
 
     def logits(self, state: DepthState) -> Tensor:
         """[S, B, W], S all tokens; padding rows are not masked."""
+        return self.project(self.readout(state))
+
+    def project(self, hidden_SBD: Tensor) -> Tensor:
+        """The head, over what the readout gave for some tokens: as many on each rank if they are sharded."""
         weight = self.embedding.weight if self.model_config.tie_embeddings and not self.tied_copy else None
-        logits: Tensor = self.head(self.readout(state), weight)[0]
+        logits: Tensor = self.head(hidden_SBD, weight)[0]
         return logits

@@ -12,7 +12,7 @@ from depthbench.residual.state import DepthState
 
 from . import message
 from .cache import HistoryCache, Key
-from .edges import Edge, Local, Retention, edges, retentions
+from .edges import Edge, Retention, Shares, edges, retentions
 from .layout import Layout
 
 
@@ -74,17 +74,18 @@ class Boundary:
         arriving: Edge | None,
         departing: Edge | None,
         kept: Retention,
-        local: Local,
+        shares: Shares,
         cache: HistoryCache,
     ) -> None:
         self.chunk, self.arriving, self.departing, self.kept = chunk, arriving, departing, kept
-        self.local, self.cache = local, cache
+        self.shares, self.cache = shares, cache
 
     def arrive(self, packed: Tensor, microbatch: int) -> DepthState:
         """The state before the chunk's first sublayer, from the message of the edge that leads here and the cache."""
         assert self.arriving
         names = [spec.name for spec in self.arriving.tensors]
-        shapes = [self.local.shape(spec) for spec in self.arriving.tensors]
+        local = self.shares.of(microbatch)
+        shapes = [local.shape(spec) for spec in self.arriving.tensors]
         keys = [(microbatch, name) if name in self.kept.kept else None for name in names]
         arrived = dict(zip(names, _Arrive.apply(self.cache, keys, shapes, packed), strict=True))
         for name in self.kept.taken:
@@ -106,7 +107,7 @@ class Boundary:
 
 
 def boundaries(
-    residual: Residual, layout: Layout, stage: int, local: Local, cache_history: bool, cache: HistoryCache
+    residual: Residual, layout: Layout, stage: int, shares: Shares, cache_history: bool, cache: HistoryCache
 ) -> list[Boundary]:
     """Of a stage's chunks."""
     between = edges(residual, layout, cache_history)
@@ -117,7 +118,7 @@ def boundaries(
             between[chunk - 1] if chunk else None,
             between[chunk] if chunk < len(between) else None,
             kept[chunk],
-            local,
+            shares,
             cache,
         )
         for chunk in layout.chunks_of(stage)

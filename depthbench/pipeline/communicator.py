@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from . import message
-from .edges import Edge, Local
+from .edges import Edge, Shares
 from .flows import Flows, colour
 from .ledger import Ledger
 from .message import Label
@@ -51,7 +51,7 @@ class Link:
     """What stays the same from pass to pass."""
 
     between: list[Edge]
-    local: Local
+    shares: Shares
     flows: Flows
     ledger: Ledger
     watchdog: Watchdog
@@ -107,7 +107,7 @@ class Communicator(P2PCommunicator):
         edge = self._edge(label)
         packed = packed.detach()
         size = packed.numel() - message.header_elements(packed.dtype)
-        expected = self.link.local.numel(*edge.tensors)
+        expected = self.link.shares.of(label.microbatch).numel(*edge.tensors)
         assert size == expected, f"the {label} has {size} elements, its edge {expected}"
         if backward in self.sending:
             self.sending.pop(backward).wait()
@@ -120,7 +120,8 @@ class Communicator(P2PCommunicator):
 
     def _receive(self, *, backward: bool) -> Handle:
         label = self.to_receive[backward].popleft()
-        shapes = [self.link.local.shape(spec) for spec in self._edge(label).tensors]
+        local = self.link.shares.of(label.microbatch)
+        shapes = [local.shape(spec) for spec in self._edge(label).tensors]
         packed = message.buffer(shapes, self.config.pipeline_dtype, torch.device(torch.cuda.current_device()))
         source = self.next_rank if backward else self.prev_rank
         sender = (self.stage + (1 if backward else -1)) % self.stages

@@ -6,7 +6,8 @@ into chunk c carries K(c) for c < P and K(c) without K(c - P + 1) later: what ch
 chunks' worth. (The paper's scheme, arXiv 2603.15031 §4.1, sends what the receiver had not *received*: P chunks' worth.)
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -35,6 +36,18 @@ class Local:
 
     def numel(self, *specs: TensorSpec) -> int:
         return sum(prod(self.shape(spec)) for spec in specs)
+
+
+@dataclass
+class Shares:
+    """What a rank holds of each microbatch: `own` where a pass has microbatches of different lengths, as inference has,
+    else the usual."""
+
+    usual: Local
+    own: Sequence[Local] = field(default=())
+
+    def of(self, microbatch: int) -> Local:
+        return self.own[microbatch] if self.own else self.usual
 
 
 @dataclass(frozen=True)

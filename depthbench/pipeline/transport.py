@@ -1,6 +1,6 @@
 """A stage's end of the pipeline: what it keeps between passes, and the communicator of each pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from depthbench.residual import Residual
 from .boundary import Boundary, boundaries
 from .cache import HistoryCache
 from .communicator import Communicator, Link
-from .edges import Local, edges
+from .edges import Local, Shares, edges
 from .flows import make_flows
 from .layout import Layout
 from .ledger import Ledger
@@ -49,17 +49,21 @@ class Transport:
         self.ledger = Ledger()
         self.watchdog = Watchdog(options.timeout, f"rank {dist.get_rank()}, pipeline stage {self.stage}")
         between = edges(residual, layout, options.history_cache)
-        self.link = Link(between, local, make_flows(pp_group, options.timeout), self.ledger, self.watchdog)
+        self.shares = Shares(local)
+        self.link = Link(between, self.shares, make_flows(pp_group, options.timeout), self.ledger, self.watchdog)
         self.boundaries: list[Boundary] = boundaries(
-            residual, layout, self.stage, local, options.history_cache, self.cache
+            residual, layout, self.stage, self.shares, options.history_cache, self.cache
         )
         self.make_communicator: Callable[..., Communicator] = Communicator  # a recording has one of its own
         self.passes = 0
         self.interrupted = False
 
     @contextmanager
-    def communicate(self, num_microbatches: int, forward_only: bool) -> Iterator[Communicator]:
-        """The communicator of one pass over `num_microbatches`. Leaves the ledger and the cache's peak to be read.
+    def communicate(
+        self, num_microbatches: int, forward_only: bool, own: Sequence[Local] = ()
+    ) -> Iterator[Communicator]:
+        """The communicator of one pass over `num_microbatches`; own: what this rank holds of each, where not the usual.
+        Leaves the ledger and the cache's peak to be read.
 
         After a pass that an exception has ended on every process, the next one starts clean: nothing is left in the
         cache, and messages that were on their way stay in process groups that are not used again. (On a GPU a message
@@ -68,6 +72,7 @@ class Transport:
         if self.interrupted:
             self.link = replace(self.link, flows=make_flows(self.pp_group, self.options.timeout))
             self.interrupted = False
+        self.shares.own = own
         self.cache.clear()
         self.ledger.clear()
         self.passes += 1

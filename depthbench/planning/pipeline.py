@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from depthbench.config.schema import Precision, RunConfig
 from depthbench.config.validate import layout_of, local_share, microbatch_group, microbatches, residual_of
-from depthbench.pipeline.edges import Edge, edges, retentions
+from depthbench.pipeline.edges import Edge, Local, edges, retentions
 from depthbench.pipeline.order import runs
 
 ELEMENT_BYTES = {Precision.BF16: 2, Precision.REFERENCE: 2, Precision.FP32: 4, Precision.FP64: 8}
@@ -59,13 +59,18 @@ def edge_plans(run: RunConfig) -> list[EdgePlan]:
 
 def cached_bytes(run: RunConfig, world_size: int) -> list[int]:
     """The most that each stage's history cache holds at once in a step on `world_size` processes."""
-    layout, local, element = layout_of(run), local_share(run), ELEMENT_BYTES[run.train.precision]
+    return cache_peaks(run, local_share(run), microbatches(run, world_size))
+
+
+def cache_peaks(run: RunConfig, local: Local, count: int) -> list[int]:
+    """The most that each stage's history cache holds at once while `count` microbatches, of which a rank holds `local`,
+    go forward."""
+    layout, element = layout_of(run), ELEMENT_BYTES[run.train.precision]
     residual, cached = residual_of(run), run.pipeline.history_cache
     states = [residual.state_at(layout.sublayer(chunk)) for chunk in range(layout.num_chunks)]
     sizes = {spec.name: element * local.numel(spec) for state in states for spec in state.history}
     sent = {edge.receiver: {spec.name for spec in edge.history} for edge in edges(residual, layout, cached)}
     keeping = retentions(residual, layout, cached)
-    count = microbatches(run, world_size)
     peaks = []
     for stage in range(layout.num_stages):
         held = peak = 0

@@ -166,7 +166,7 @@ class RecordingCommunicator(Communicator):
         """posted: a mark from just before the message was; it may be through before a mark from after. That it is
         through is seen where it is waited for."""
         recorder, clock, edge = self.recorder, self.recorder.clock, self._edge(handle.label)
-        size = self.link.local.numel(*edge.tensors) * handle.packed.itemsize
+        size = self.link.shares.of(handle.label.microbatch).numel(*edge.tensors) * handle.packed.itemsize
         place, wait = _place(handle.label), handle.wait
 
         def recorded() -> None:

@@ -14,14 +14,14 @@ Source: arXiv 2603.15031 Eq. 2-6; DepthBench `attnres`. State: live `sum` [S, B,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .depth_read import DepthRead, link
+from .depth_read import DepthRead, link, most_ahead
 from .norms import RMSNorm
 from .olmo import OlmoFormat, OlmoSetting
 from .protocol import Connection, Cost, Kept, Read, Residual, Shape, Upcycling
@@ -131,18 +131,26 @@ class BlockAttnRes(Residual, name="block_attnres"):
         """With zero queries a read is the mean of sources whose sum is h, and a norm undoes the factor."""
         return Upcycling(replace(self.config, norm_eps=norm_eps, read_norm_eps=norm_eps, read_norm_eps_of_sum=True))
 
-    def share(self, readers: Mapping[int, Any]) -> None:
+    def _groups(self, sublayers: Iterable[int]) -> list[list[int]]:
         """Groups of about sqrt(2L) reads, whole blocks each: fewest passes over sources where blocks are short."""
+        reads = sorted(sublayers)
         length = self.block_length * max(1, round(math.sqrt(self.shape.num_sublayers) / self.block_length))
-        if len(readers) <= length:
+        if len(reads) <= length:
             length = 2 * self.shape.num_sublayers  # one group
-        groups: dict[int, list[DepthRead]] = {}
-        for sublayer, reader in sorted(readers.items()):
-            if reader.depth_read is not None:
+        groups: dict[int, list[int]] = {}
+        for sublayer in reads:
+            if sublayer:  # the first reads the embedding as it is
                 # the last read, over all sources, has the last sublayer's group
                 number = min(sublayer, self.shape.num_sublayers - 1) // length
-                groups.setdefault(number, []).append(reader.depth_read)
-        link(groups.values())
+                groups.setdefault(number, []).append(sublayer)
+        return list(groups.values())
+
+    def share(self, readers: Mapping[int, Any], most: int | None = None) -> None:
+        link(([readers[sublayer].depth_read for sublayer in group] for group in self._groups(readers)), most)
+
+    def kept_ahead(self, first: int, last: int, most: int | None = None) -> int:
+        groups = self._groups(range(first, last + 1))
+        return max((most_ahead(len(g), len(self.state_at(g[0]).history), most) for g in groups), default=0)
 
     def state_at(self, sublayer: int) -> StateSpec:
         width = (self.shape.hidden_size,)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of stacked sources: a part of a CPU's L3; what a GPU can spare
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # of stacked sources: a part of a CPU's L3; what a GPU can spare
 
 
 class Ahead(NamedTuple):
@@ -180,7 +180,7 @@ def _tiles(parts: Sequence[Tensor], like: Tensor, sources: int | None = None) ->
     again. Tiles are cut for `sources` parts, or for those given."""
     count, width = parts[0].shape
     row_bytes = (sources or len(parts)) * width * like.element_size()
-    size = max(1, min(count, _TILE_BYTES.get(like.device.type, 1 << 23) // row_bytes))
+    size = max(1, min(count, TILE_BYTES.get(like.device.type, 1 << 23) // row_bytes))
     buffer_TND = like.new_empty((size, len(parts), width))
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))

@@ -48,8 +48,14 @@ def two_phases_read_less(num_queries: int, num_sources: int) -> bool:
     return num_sources + 2 * num_queries < num_queries * num_sources
 
 
-def link(groups: Iterable[list[DepthRead]]) -> None:
-    """Tell each read of a group, given in depth order, which come after it."""
+def link(groups: Iterable[list[DepthRead]], most: int | None = None) -> None:
+    """Tell each read of a group, given in depth order, which come after it. most: reads that are done at once."""
     for group in groups:
         for place, read in enumerate(group):
-            read.followers = group[place + 1 :]
+            read.followers = group[place + 1 : None if most is None else place + most]
+
+
+def most_ahead(num_queries: int, num_sources: int, most: int | None) -> int:
+    """Mixtures that a group of so many reads keeps at once for reads to come, by the rule of `DepthRead.mix`."""
+    group = num_queries if most is None else min(num_queries, most)
+    return group if two_phases_read_less(group, num_sources) else 0

@@ -151,10 +151,16 @@ class Residual(ABC):
     def readout(self, dtype: torch.dtype) -> nn.Module:
         """Module: DepthState -> [S, B, D], the normalised input of the LM head."""
 
-    def share(self, readers: Mapping[int, nn.Module]) -> None:
+    def share(self, readers: Mapping[int, nn.Module], most: int | None = None) -> None:
         """Lets readers that run one after the other, in one stage and without a checkpoint between them, share work.
-        readers: connections by sublayer, and the readout at 2L where it belongs to them."""
+        readers: connections by sublayer, and the readout at 2L where it belongs to them. most: of them that share at
+        once, which bounds what they keep for each other."""
         return None  # most have nothing to share
+
+    def kept_ahead(self, first: int, last: int, most: int | None = None) -> int:
+        """Tensors [S, B, D] in float32 or better that readers first .. last keep at most for each other, where they
+        `share`."""
+        return 0
 
     # -- its description ------------------------------------------------------------------------------------------
     @abstractmethod

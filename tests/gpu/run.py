@@ -3,10 +3,11 @@ architecture at 400m_L24 on random tokens, then one table.
 
     bash tests/gpu/run.sh [--plan] [--output FOLDER] [--cpu-rehearsal]
     bash tests/gpu/pipeline.sh [the same]
+    bash tests/gpu/prefill.sh [the same]
 
-The second runs the checks of pipelines, on two GPUs and on four. --plan prints what would run. --cpu-rehearsal runs the
-same with tiny sizes on a CPU. Without a GPU it says so and exits 0; else it exits 1 if anything failed. Results:
-benchmarks/results/<gpu-name>.{md,json}, of pipelines <gpu-name>-pipeline.{md,json}.
+The second runs the checks of pipelines, on two GPUs and on four; the third reads long texts on one. --plan prints what
+would run. --cpu-rehearsal runs the same with tiny sizes on a CPU. Without a GPU it says so and exits 0; else it exits 1
+if anything failed. Results: benchmarks/results/<gpu-name>.{md,json}, of the others <gpu-name>-{pipeline,prefill}.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from depthbench.profiling.events import Kind, load_recording
 from depthbench.residual import Residual
 from tests.checkpoint.reading import differing, read_checkpoint
 
+from . import prefill
 from .data import write_data
 
 ROOT = Path(__file__).parents[2]
@@ -353,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--cpu-rehearsal", action="store_true")
     parser.add_argument("--pipeline", action="store_true", help="the checks of pipelines instead")
+    parser.add_argument("--prefill", action="store_true", help="reading of long texts instead")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results; for a rehearsal, a scratch folder")
     args = parser.parse_args(arguments)
     gpus = 0 if args.cpu_rehearsal else torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -363,6 +366,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tests/gpu: NCCL takes one process a GPU and here is one GPU, so no pipeline was run")
         return 0
     scale = TINY if args.cpu_rehearsal else FULL
+    if args.plan and args.prefill:
+        print("\n".join(map(str, prefill.parts(prefill.REHEARSED if args.cpu_rehearsal else 1))))
+        return 0
     if args.plan and args.pipeline:
         for processes in pipeline_sizes(gpus or 4):
             print(f"pipelines of {processes}: {' '.join(checks_command('pipelines', processes)[1:])}")
@@ -375,6 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = ROOT / "benchmarks" / "results" if gpus else Path(scratch) / "results"
         if args.pipeline:
             return perform_pipelines(Path(scratch), args.output or results, gpus)
+        if args.prefill:
+            return prefill.perform(args.output or results, rehearsal=not gpus)
         return perform(scale, Path(scratch), args.output or results, gpus)
 
 

@@ -10,7 +10,7 @@ from depthbench.residual import Residual
 from depthbench.training.preflight import preflight
 from tests.corpora import snapshot
 
-from . import checks
+from . import checks, prefill
 from .data import write_data
 from .run import FULL, RESUME, TINY, Report, Row, main, markdown, plan, resume_words, short_run_words
 
@@ -34,6 +34,14 @@ def test_the_plan_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         *(f"run of {name}" for name in sorted(Residual.registry)),
     ]
     assert not any("two processes" in what for what, _ in plan(FULL, Path("x"), 1))
+
+
+def test_reading_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prefill", "--cpu-rehearsal", "--plan"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 * 4 and lines[1] == "1600m_L28 block_attnres: 1 x 1,024 in chunks of 128"
+    words = [(part.run, [f"model={part.shape}", f"residual={part.architecture}"]) for part in prefill.parts()]
+    assert all(load_run(*each).model.num_layers > 15 for each in words)
 
 
 def test_every_architecture_is_checked() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from depthbench.pipeline.boundary import Boundary, boundaries
 from depthbench.pipeline.cache import HistoryCache
-from depthbench.pipeline.edges import Local
+from depthbench.pipeline.edges import Local, Shares
 from depthbench.pipeline.layout import Layout, layout
 from depthbench.pipeline.message import header_elements
 from depthbench.residual import Residual, Shape, architecture
@@ -137,7 +137,7 @@ class Pipeline:
         self.caches = [HistoryCache() for _ in range(where.num_stages)]
         self.bounds: dict[int, Boundary] = {}
         for stage, one in enumerate(self.caches):
-            found = boundaries(self.model.residual, where, stage, LOCAL, history_cache, one)
+            found = boundaries(self.model.residual, where, stage, Shares(LOCAL), history_cache, one)
             self.bounds |= dict(zip(where.chunks_of(stage), found, strict=True))
         for chunk in range(where.num_chunks):
             readers: dict[int, nn.Module] = {k: self.model.connections[k] for k in self.sublayers(chunk)}
@@ -311,7 +311,9 @@ def test_a_stages_boundaries_are_its_chunks() -> None:
     residual = build("full_attnres", where).residual
     for stage in range(3):
         one = HistoryCache()
-        for bound, chunk in zip(boundaries(residual, where, stage, LOCAL, True, one), (stage, stage + 3), strict=True):
+        for bound, chunk in zip(
+            boundaries(residual, where, stage, Shares(LOCAL), True, one), (stage, stage + 3), strict=True
+        ):
             assert bound.chunk == chunk and bound.cache is one
             arriving = (bound.arriving.sender, bound.arriving.receiver) if bound.arriving else None
             departing = (bound.departing.sender, bound.departing.receiver) if bound.departing else None

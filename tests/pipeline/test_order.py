@@ -28,7 +28,7 @@ from depthbench.model.stage import ScheduleSeam
 from depthbench.parallel.megatron import megatron_config
 from depthbench.pipeline import communicator, message
 from depthbench.pipeline.communicator import Communicator, Link
-from depthbench.pipeline.edges import Edge, Local, edges
+from depthbench.pipeline.edges import Edge, Local, Shares, edges
 from depthbench.pipeline.flows import make_flows
 from depthbench.pipeline.layout import Layout, layout
 from depthbench.pipeline.ledger import Ledger, Traffic
@@ -195,7 +195,7 @@ def start(
     config = megatron_config(small_run("pre_ln", parallel=parallel, pipeline=pipeline))
     config.finalize_model_grads_func = None
     pp_group: Any = Group(network, stage, one.stages, 0)
-    link = Link(between, LOCAL, make_flows(pp_group, None), ledger, Watchdog(None, ""))
+    link = Link(between, Shares(LOCAL), make_flows(pp_group, None), ledger, Watchdog(None, ""))
     lists = spoil(stage, order(layout_of(one), stage, one.count, one.group, one.forward_only))
     return Communicator(link, config, lists, 7, check_headers=True, pp_group=pp_group)
 

@@ -165,7 +165,7 @@ def in_two_phases(
 def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, sources: int) -> None:
     """Tiles of `rows` tokens of `sources` float64 sources."""
     size = rows * sources * D * 8
-    monkeypatch.setattr("depthbench.residual.depth_attention._TILE_BYTES", {"cpu": size})
+    monkeypatch.setattr("depthbench.residual.depth_attention.TILE_BYTES", {"cpu": size})
 
 
 LATER = [(0,), (1,), (4,), (0, 1, 2, 3, 4), (2, 0, 2)]  # later sources of each query

@@ -1,0 +1,2 @@
+"""Reading long texts and writing on: key-value cache, chunked prefill, decoding, sampling, over tensor and pipeline
+parallelism."""

@@ -1,0 +1,114 @@
+"""Models of every architecture read the same texts in workers, and are compared with the naive references there."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthbench.config.schema import RunConfig
+from depthbench.inference.engine import Engine
+from depthbench.model.build import build_stages
+from depthbench.parallel import startup
+from depthbench.pipeline.build import make_transport
+from tests.harness import join_world, run_workers
+from tests.models import ARCHITECTURES, Weights, load_weights, reference_shape, small_run
+from tests.reference import random_weights, reference_logits
+
+DECODED = 3  # tokens at a text's end that are read one by one
+
+
+def named(number: int) -> str:
+    name, residual, _ = ARCHITECTURES[number]
+    return "full_attnres" if residual == {"sublayers_per_block": 1} else name
+
+
+def run_of(number: int, parallel: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    name, residual, _ = ARCHITECTURES[number]
+    return small_run(name, residual, parallel={"distributed_optimizer": False, **parallel}, **sections)
+
+
+def text(length: int, batch: int = 2) -> Tensor:
+    return torch.randint(0, 150, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@cache
+def reference(number: int, length: int) -> tuple[Weights, Tensor]:
+    """Random weights, and the naive model's logits [B, T, V] of `text(length)`."""
+    name, _, options = ARCHITECTURES[number]
+    shape = reference_shape(run_of(number, {}))
+    drawn = random_weights(shape, name, torch.Generator().manual_seed(2), **options)
+    weights = {key: value.detach() for key, value in drawn.items()}
+    return weights, reference_logits(weights, text(length), shape, name, **options)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one text, chunk and page: differences to the reference over its largest logit. every: of all positions. last:
+    of the last alone, of all but the last three tokens. decoded: of those three, one by one. next: whether the likely
+    next tokens are the reference's."""
+
+    every: float
+    last: float
+    decoded: float
+    next: bool
+
+
+Settings = tuple[int, int | None, int | None]
+"""Length of the text, chunk, page."""
+
+
+def read_all(
+    rank: int, world_size: int, store: str, parallel: dict[str, Any], settings: list[Settings], expected: Any
+) -> list[dict[Settings, Found]]:
+    """By architecture; nothing on ranks that have no logits. expected: `reference`'s answers by architecture and
+    length."""
+    join_world(rank, world_size, store)
+    context = startup.start(run_of(0, parallel))
+    found = []
+    for number in range(len(ARCHITECTURES)):
+        run = run_of(number, parallel)
+        transport = make_transport(run, context)
+        stages = build_stages(run, context, transport, draw=False)
+        for stage in stages:
+            load_weights(stage, expected[number, settings[0][0]][0])
+        own = {}
+        for length, chunk, page in settings:
+            one = _read(Engine(stages, transport, 2, length, page), text(length), chunk, expected[number, length][1])
+            if one:
+                own[length, chunk, page] = one
+        found.append(own)
+    return found
+
+
+def _read(engine: Engine, tokens: Tensor, chunk: int | None, expected: Tensor) -> Found | None:
+    first = tokens.shape[1] - DECODED
+    every = engine.read(tokens, chunk, every=True)
+    engine.reset()
+    last = engine.read(tokens[:, :first], chunk)
+    decoded = [engine.read(tokens[:, at : at + 1]) for at in range(first, first + DECODED)]
+    if every is None or last is None:
+        return None
+
+    def apart(ours: Tensor, theirs: Tensor) -> float:
+        assert ours.shape == theirs.shape
+        return float((ours - theirs).abs().max() / expected.abs().max())
+
+    one_by_one = torch.stack([one for one in decoded if one is not None], 1)
+    return Found(
+        apart(every, expected),
+        apart(last, expected[:, first - 1]),
+        apart(one_by_one, expected[:, first:]),
+        torch.equal(every.argmax(-1), expected.argmax(-1))
+        and torch.equal(last.argmax(-1), every[:, first - 1].argmax(-1)),
+    )
+
+
+def compared(world_size: int, parallel: dict[str, Any], settings: list[Settings]) -> list[list[dict[Settings, Found]]]:
+    """By rank and architecture."""
+    lengths = {length for length, _, _ in settings}
+    expected = {
+        (number, length): reference(number, length) for number in range(len(ARCHITECTURES)) for length in lengths
+    }
+    return run_workers(world_size, read_all, parallel, settings, expected)

@@ -1,0 +1,78 @@
+"""An engine's pages, its pieces, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from depthbench.errors import UserError
+from depthbench.inference.cache import CacheShape, LayerCache
+from depthbench.inference.engine import Engine
+from depthbench.inference.pieces import Piece, check_chunk, cut
+from depthbench.model.build import build_stage
+from depthbench.parallel import startup
+from tests.harness import join_world, run_workers
+from tests.models import small_run
+
+
+def test_pieces() -> None:
+    assert cut(0, 10, 4, 1) == [Piece(0, 4, 0), Piece(4, 4, 0), Piece(8, 2, 0)]
+    assert cut(5, 7, 3, 2) == [Piece(5, 3, 1), Piece(8, 3, 1), Piece(11, 1, 1)]
+    assert cut(0, 8, 4, 4) == [Piece(0, 4, 0), Piece(4, 4, 0)]
+    assert cut(3, 2, 64, 1) == [Piece(3, 2, 0)]
+
+
+@pytest.mark.parametrize("page", [1, 3, 4, 11])
+def test_pages_hold_what_was_written(page: int) -> None:
+    cache = LayerCache(CacheShape(2, 2, 4, 11, page), torch.float64, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 2, 11, 4, generator=generator, dtype=torch.float64)
+    for start, stop in ((0, 5), (5, 6), (6, 10)):
+        cache.write(start, keys[:, :, start:stop], values[:, :, start:stop])
+        assert sum(page.shape[3] for page in cache.pages) == min(-(-stop // page) * page, 11)
+        for end in range(stop + 1):
+            pages = cache.before(end)
+            if end:
+                assert torch.equal(torch.cat([k for k, _ in pages], 2), keys[:, :, :end])
+                assert torch.equal(torch.cat([v for _, v in pages], 2), values[:, :, :end])
+            else:
+                assert pages == []
+
+
+def refusals(rank: int, world_size: int, store: str) -> dict[str, str]:
+    join_world(rank, world_size, store)
+    run = small_run("pre_ln", {}, parallel={"tensor": 2, "sequence": True, "distributed_optimizer": False})
+    engine = Engine([build_stage(run, startup.start(run))], None, 1, 8)
+    found = {}
+
+    def refused(name: str, tokens: list[int], *arguments: Any) -> None:
+        with pytest.raises(UserError) as caught:
+            engine.read(torch.tensor([tokens], dtype=torch.long), *arguments)
+        found[name] = str(caught.value)
+
+    refused("empty", [])
+    refused("long", [1] * 9)
+    refused("id", [0, 150])
+    refused("chunk", [1, 2, 3], 1)
+    engine.read(torch.tensor([[1, 2, 3, 4, 5]]))
+    refused("no room", [1, 2, 3, 4])
+    engine.reset()
+    assert engine.read(torch.tensor([[149] * 8]), 3) is not None
+    return found
+
+
+def test_refusals() -> None:
+    found, other = run_workers(2, refusals)
+    assert found == other
+    assert "give at least one token" in found["empty"]
+    assert "9 tokens do not fit a key-value cache of 8" in found["long"] and "1 more" in found["long"]
+    assert "token id 150 is outside the vocabulary, 0 .. 149" in found["id"]
+    assert "a chunk of 1 tokens cannot be shared by parallel.tensor=2 ranks" in found["chunk"]
+    assert "9 tokens do not fit a key-value cache of 8" in found["no room"]
+
+
+def test_chunks() -> None:
+    check_chunk(2, 2)
+    for chunk in (0, -3):
+        with pytest.raises(UserError, match=r"give at least 2$"):
+            check_chunk(chunk, 2)

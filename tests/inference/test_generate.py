@@ -1,0 +1,116 @@
+"""`depthbench generate`: the same text from every layout, seeded draws, stops, text as it comes, and bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthbench import cli
+from depthbench.data.tokenizers import load_tokenizer
+from depthbench.inference.prompt import TextStream
+from tests.corpora import Corpus
+
+from .commands import LAYOUTS, checkpoint, command
+
+IDS = "7 300 42 5 5 111 260 3 90"
+TEXT = "Größe: naïve 🙂"
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(corpus, tmp_path_factory.mktemp("generate") / "run", sublayers_per_block=3)
+
+
+def written(folder: Path, *options: str, layout: str = "single", prompt: str = IDS) -> dict[str, Any]:
+    words = LAYOUTS[layout]
+    said = command(
+        "generate", str(folder), *words, "--json", "--max-tokens", "8", "--ids", prompt, *options,
+        processes=2 if words else 1,
+    )  # fmt: skip
+    assert said.code == 0, said.everyone
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+def test_every_layout_writes_the_same(folder: Path) -> None:
+    """Greedy and drawn; in one go, or each token from the whole text before it."""
+    greedy, drawn = ("--chunk", "4"), ("--chunk", "4", "--temperature", "0.9", "--top-p", "0.8", "--seed", "2")
+    expected = [written(folder, *options)["tokens"] for options in (greedy, drawn)]
+    assert len(expected[0]) == len(expected[1]) == 8 and expected[0] != expected[1]
+    for layout in LAYOUTS:
+        assert [written(folder, *options, layout=layout)["tokens"] for options in (greedy, drawn)] == expected
+    for count in (1, 5):
+        before = " ".join([IDS, *map(str, expected[0][:count])])
+        assert written(folder, prompt=before)["tokens"][: 8 - count] == expected[0][count:]
+
+
+def test_stops(folder: Path) -> None:
+    tokens = written(folder)["tokens"]
+    assert len(set(tokens)) > 2
+    stop = tokens[3]
+    stopped = written(folder, "--stop", str(stop), "--stop", "514")
+    assert stopped["tokens"] == tokens[: tokens.index(stop)] and stopped["stopped_by"] == stop
+
+
+def test_text_as_it_comes(folder: Path, corpus: Corpus) -> None:
+    said = command("generate", str(folder), "--prompt", TEXT, "--max-tokens", "6")
+    as_json = command("generate", str(folder), "--prompt", TEXT, "--max-tokens", "6", "--json")
+    assert said.code == as_json.code == 0
+    assert said.out == json.loads(as_json.out)["text"] + "\n"
+    tokenizer = load_tokenizer(corpus.tokenizer)
+    ids = tokenizer.encode_batch(["A " + TEXT])[0]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, ids[:2], pieces.append)
+    for token in ids[2:]:
+        stream.add(token)
+    stream.finish()
+    assert "".join(pieces) == stream.text == tokenizer.decode(ids)[len(tokenizer.decode(ids[:2])) :]
+    assert len([piece for piece in pieces if piece]) > 5 and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(TEXT, encoding="utf-8")
+    options = ("--max-tokens", "3", "--json")
+    from_file = command("generate", str(folder), "--file", f"{tmp_path}/prompt.txt", *options)
+    from_word = command("generate", str(folder), "--prompt", TEXT, *options)
+    assert json.loads(from_file.out)["tokens"] == json.loads(from_word.out)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ids", "3 515"], "token id 515 is outside the vocabulary, 0 .. 514"),
+        (["--ids", "-1 3"], "token id -1 is outside"),
+        (["--ids", ""], "the prompt is empty"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--ids", "one"], "give token ids"),
+        (["--ids", "1", "--prompt", "a"], "one of them"),
+        (["--ids", "1", "--chunk", "0"], "a chunk of 0 tokens: give at least 1"),
+        (["--ids", "1", "--max-tokens", "0"], "--max-tokens=0 must be at least 1"),
+        (["--ids", "1", "--top-p", "2"], "top-p of 2.0 must be above 0"),
+        (["--file", "/nowhere/prompt.txt"], "cannot read /nowhere/prompt.txt"),
+        (["--prompt", "a", "--tokenizer", "/nowhere"], "no tokenizer at /nowhere"),
+        (["--ids", "1", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
+        (["--ids", "1", "parallel.pipeline=3"], "does not divide over parallel.pipeline=3"),
+        (["--ids", "1", "residual=hc"], "trained with residual.architecture=block_attnres"),
+        (["--ids", "1", "residual.sublayers_per_block=2"], "was trained with 3; leave it out"),
+        (["--ids", "1", "model.num_layers=5"], "model.num_layers=5: checkpoint"),
+    ],
+)
+def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before any process group starts."""
+    assert cli.main(["generate", str(folder), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_of_several_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    words = ["generate", str(folder), "parallel.tensor=2"]
+    assert cli.main([*words, "--ids", "1 2", "--chunk", "1"]) == 2
+    assert "a chunk of 1 tokens cannot be shared by parallel.tensor=2 ranks" in capsys.readouterr().err
+    assert cli.main(words) == 2
+    assert "2 processes cannot share standard input" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""`depthbench prefill`: from a run, from a checkpoint and from a text, under layouts, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from depthbench import cli
+from tests.corpora import Corpus
+
+from .commands import LAYOUTS, checkpoint, command
+
+TINY = ["model.num_layers=4", "model.hidden_size=48", "model.ffn_hidden_size=64", "model.num_attention_heads=4"]
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(corpus, tmp_path_factory.mktemp("prefill") / "run", "hc")
+
+
+def test_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "found.json"
+    words = ["quickstart", "residual=full_attnres", *TINY, "--tokens", "33", "--chunk", "8", "--batch", "2"]
+    said = command("prefill", *words, "--output", str(out))
+    assert said.code == 0, said
+    assert "full_attnres" not in said.err and "2 x 33 tokens in chunks of 8" in said.out
+    found = json.loads(out.read_text())
+    assert found["reading"] == {"tokens": 33, "chunk": 8, "batch": 2, "page": None, "most_ahead": None}
+    (memory,), (plan,) = found["memory"]["ranks"], found["memory"]["planned_stages"]
+    assert memory["kv_cache"] == plan["kv_cache"] and memory["depth_state"] == plan["depth_state"]
+    assert found["tokens_per_second"] * found["seconds_to_first_token"] == pytest.approx(66)
+    assert len(found["next_tokens"]) == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_and_a_text(layout: str, folder: Path, tmp_path: Path) -> None:
+    """Every layout finds the token that generating would write next."""
+    text = tmp_path / "text.txt"
+    text.write_text("The with statement wraps a block. " * 4)
+    processes = 2 if LAYOUTS[layout] else 1
+    out = tmp_path / "found.json"
+    words = [str(folder), *LAYOUTS[layout], "--input", str(text), "--chunk", "7", "--json", "--output", str(out)]
+    said = command("prefill", *words, processes=processes)
+    assert said.code == 0, said.everyone
+    found = json.loads(said.out)
+    assert found == json.loads(out.read_text()) and len(found["memory"]["ranks"]) == processes
+    written = command("generate", str(folder), "--file", str(text), "--max-tokens", "1", "--json")
+    assert found["next_tokens"] == json.loads(written.out)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --tokens"),
+        (["--tokens", "0"], "--tokens=0 must be at least 1"),
+        (["--tokens", "8", "--chunk", "0"], "a chunk of 0 tokens: give at least 1"),
+        (["--tokens", "8", "--batch", "0"], "--batch=0 must be at least 1"),
+        (["--tokens", "8", "--most-ahead", "0"], "--most-ahead=0 must be at least 1"),
+        (["--tokens", "8", "residual=moda"], "trained with residual.architecture=hc"),
+        (["--tokens", "8", "parallel.tensor=3"], "not divisible by parallel.tensor=3"),
+        (["--tokens", "8", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
+        (["--input", "/nowhere.txt"], "cannot read /nowhere.txt"),
+    ],
+)
+def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prefill", str(folder), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_texts_that_are_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, tokens in (("A short text.", ["--tokens", "5000"]), ("", [])):
+        (tmp_path / "text.txt").write_text(content)
+        assert cli.main(["prefill", str(folder), "--input", f"{tmp_path}/text.txt", *tokens]) == 2
+        assert "give a longer text" in capsys.readouterr().err
+
+
+def test_there_is_no_such_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prefill", str(tmp_path), "--tokens", "8"]) == 2
+    assert "is no complete checkpoint" in capsys.readouterr().err
+    assert cli.main(["prefill", "nowhere", "--tokens", "8"]) == 2
+    assert "no 'nowhere' in configs/runs" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Depth reads of a chunk in two phases: the mixture of a direct read, and each finished block read once a block.
+
+Shapes: S tokens, B sequences, D hidden.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthbench.residual import Shape, architecture, depth_read
+from depthbench.residual.protocol import Connection
+from depthbench.residual.state import DepthState
+
+LAYERS, WIDTH, BLOCKS = 12, 20, 4
+LENGTH = 2 * LAYERS // BLOCKS
+
+
+def built(num_blocks: int) -> tuple[Any, dict[int, Any]]:
+    """The architecture, and its readers by sublayer, with random queries and gains."""
+    kind = architecture("block_attnres")
+    residual = kind(kind.Config(num_blocks=num_blocks), Shape(LAYERS, WIDTH, 2, 2, 10))
+    readers: dict[int, Any] = {k: residual.connection(k, torch.float64) for k in range(2 * LAYERS)}
+    readers[2 * LAYERS] = residual.readout(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    for reader in readers.values():
+        for parameter in reader.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return residual, readers
+
+
+@torch.no_grad()
+def run(residual: Any, readers: dict[int, Any]) -> list[Tensor]:
+    """What each sublayer and the readout get, where a sublayer is a rotation of its input's channels."""
+    embedding = torch.randn(7, 2, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    state: DepthState = residual.start(embedding)
+    found = []
+    for sublayer in range(2 * LAYERS):
+        connection: Connection = readers[sublayer]
+        read = connection(state)
+        found.append(read.hidden)
+        state = connection.write(state, read, read.hidden.roll(sublayer + 1, -1), {})
+    return [*found, readers[2 * LAYERS](state)]
+
+
+def direct(readers: dict[int, Any]) -> None:
+    """No reader knows of another."""
+    depth_read.link([reader.depth_read] for reader in readers.values() if reader.depth_read is not None)
+
+
+@pytest.mark.parametrize("most", [None, 1, 2, 4])
+@pytest.mark.parametrize("num_blocks", [1, BLOCKS, 5, 2 * LAYERS])
+def test_two_phases_equal_one(num_blocks: int, most: int | None) -> None:
+    residual, readers = built(num_blocks)
+    direct(readers)
+    expected = run(residual, readers)
+    residual.share(readers, most)
+    for ours, theirs in zip(run(residual, readers), expected, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-12
+
+
+class Reads:
+    """Passes over finished sources, by how many there were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead: list[tuple[int, int]] = []  # (sources, queries)
+        one, many = depth_read.depth_attention, depth_read.attend_ahead
+        self.finished = 0  # sources read one query at a time
+
+        def counted_one(sources: Sequence[Tensor], *rest: Any) -> Tensor:
+            self.finished += len(sources)
+            return one(sources, *rest)
+
+        def counted_many(sources: Sequence[Tensor], queries: Sequence[Tensor], eps: float | None) -> Any:
+            self.ahead.append((len(sources), len(queries)))
+            return many(sources, queries, eps)
+
+        monkeypatch.setattr(depth_read, "depth_attention", counted_one)
+        monkeypatch.setattr(depth_read, "attend_ahead", counted_many)
+
+
+def test_finished_blocks_are_read_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks of six sublayers. Blocks 2 and 3 find 3 and 4 finished sources, each of which they read once, in one
+    pass for all their six reads (the last block's seven: the readout is among them); one at a time that would be
+    6 x 3 + 7 x 4. Blocks 0 and 1, with 1 and 2 sources, read them directly: mixtures kept ahead would be more to move.
+    All other reads are of running sums, and of the last block by the readout."""
+    residual, readers = built(BLOCKS)
+    residual.share(readers)
+    reads = Reads(monkeypatch)
+    run(residual, readers)
+    assert reads.ahead == [(3, LENGTH), (4, LENGTH + 1)]
+    sums = BLOCKS * (LENGTH - 1)
+    early = (LENGTH - 1) * 1 + LENGTH * 2  # sublayer 0 has no read
+    assert reads.finished == early + sums + 1
+
+
+def test_bounded_groups_read_once_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four reads at once: blocks 2 and 3 go over their sources twice, by parts of 4 and 2, or 4 and 3. Two reads of 3
+    or 4 sources are less to move one by one."""
+    residual, readers = built(BLOCKS)
+    residual.share(readers, 4)
+    reads = Reads(monkeypatch)
+    run(residual, readers)
+    assert reads.ahead == [(3, 4), (4, 4), (4, 3)]
+    assert residual.kept_ahead(0, 2 * LAYERS, 4) == 4
+    assert residual.kept_ahead(0, 2 * LAYERS) == LENGTH + 1
