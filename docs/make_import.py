@@ -18,8 +18,8 @@ from depthbench.config.load import typed
 from depthbench.convert.huggingface import pre_ln
 from depthbench.convert.names import named_tensors
 from depthbench.convert.source import Source
+from depthbench.convert.trainers_model import run_trainers_model
 from depthbench.convert.upcycle import Upcycled, upcycled
-from depthbench.convert.verify_import import trainers_logits
 from depthbench.model.config import ModelConfig
 from depthbench.model.init import generator_for
 from depthbench.paths import CONFIGS
@@ -67,7 +67,7 @@ def logits(source: Source) -> Tensor:
         }
     )
     tokens_BS = torch.randint(MODEL.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
-    return trainers_logits(run, lambda name, shape: source.read(name).reshape(shape), tokens_BS, torch.float32)
+    return run_trainers_model(run, lambda n, shape: source.read(n).reshape(shape), tokens_BS, torch.float32).logits
 
 
 def own_eps(made: Upcycled) -> list[str]:

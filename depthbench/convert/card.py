@@ -10,6 +10,7 @@ from depthbench import __version__
 from depthbench.config.load import plain
 from depthbench.planning.parameters import count_parameters
 
+from .output import EXPORTED
 from .reading import Weights
 
 _USE = """\
@@ -46,7 +47,7 @@ def model_card(weights: Weights, dtype: str, remote_code: bool) -> str:
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {run.name}",
-        f"Exported by depthbench {__version__} from {came} `{run.name}`.",
+        f"{EXPORTED} {__version__} from {came} `{run.name}`.",
         _USE.format(trust=", trust_remote_code=True" if remote_code else ""),
         f"## Model\n\n{_table(shape)}",
         *(_imported(manifest) if weights_only else _trained(weights)),

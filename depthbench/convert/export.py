@@ -1,15 +1,10 @@
 """One checkpoint to one folder that transformers loads."""
 
-import json
-import os
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from depthbench.config.validate import residual_of
@@ -19,6 +14,7 @@ from depthbench.errors import UserError
 from .card import model_card
 from .code import code_files
 from .names import Exported, check, exported_tensors, is_llama
+from .output import check_out, new_folder, write_json
 from .reading import Weights
 from .settings import generation_config, model_config
 from .shards import write_shards
@@ -73,9 +69,7 @@ def export(
             warn(f"{tensor.logical} has {count} elements of {values.numel()} that are NaN or infinite")
         return values
 
-    partial = out.parent / f".exporting-{out.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(out, "export") as partial:
         write_shards(partial, tensors, max_shard_bytes, read)
         write_json(partial / "config.json", model_config(weights.run, residual, dtype, eos))
         write_json(partial / "generation_config.json", generation_config(eos))
@@ -85,43 +79,7 @@ def export(
             (partial / name).write_text(text)
         name = str(dtype).removeprefix("torch.")
         (partial / "README.md").write_text(model_card(weights, name, remote_code=not llama))
-        publish(partial, out)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write the export to {out}: {error}; nothing is left there") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Export(out, weights, tensors, dtype, remote_code=not llama)
-
-
-def check_out(out: Path, overwrite: bool, mark: str = "config.json", what: str = "export") -> None:
-    """Raise UserError where `out` holds something that may not be replaced: anything but an earlier `what`, by its
-    `mark`."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; give the folder to write")
-    held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if not held:
-        return
-    if not overwrite:
-        raise UserError(f"{out} is not empty ({len(held)} entries, {held[0]} first); give another, or --overwrite")
-    if mark not in held:
-        raise UserError(f"{out} is not empty and no {what} (it has no {mark}): --overwrite does not remove it")
-
-
-def publish(partial: Path, out: Path) -> None:
-    """Give a folder that is whole its name."""
-    if not out.exists():
-        os.rename(partial, out)
-        return
-    old = partial.with_name(f".replaced{partial.name}")
-    os.rename(out, old)
-    os.rename(partial, out)
-    shutil.rmtree(old)
-
-
-def write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def tokenizer_of(weights: Weights, warn: Callable[[str], None]) -> Tokenizer | None:

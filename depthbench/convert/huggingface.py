@@ -15,10 +15,10 @@ from depthbench.errors import UserError
 from depthbench.model.config import ModelConfig
 from depthbench.residual import Residual, architecture
 
+from .library import installed_transformers
 from .llama import llama_settings
 from .names import Exported, named_tensors
 from .shards import INDEX
-from .verify_export import installed_transformers
 
 CONFIG = "config.json"
 OWN = "depthbench"  # the model type of our own exports
@@ -36,7 +36,7 @@ class HuggingFaceFolder:
         self.folder = folder
         config = read_json(folder / CONFIG)
         self.remote_code = config.get("model_type") == OWN
-        self.model, self.architecture, self.residual = (_own if self.remote_code else _llama)(config, folder)
+        self.model, self.architecture, self.residual = read_settings(folder)
         self._files = _files(folder)
         found = {name: stored for file in self._files for name, stored in _contents(file).items()}
         described = architecture(self.architecture)(self.residual, self.model.residual_shape)
@@ -93,6 +93,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold an object, not {type(content).__name__}")
     return content
+
+
+def read_settings(folder: Path) -> tuple[ModelConfig, str, Any]:
+    """Backbone, architecture and its settings in the folder's config.json. Raises UserError for a model not ours."""
+    config = read_json(folder / CONFIG)
+    return (_own if config.get("model_type") == OWN else _llama)(config, folder)
 
 
 def pre_ln() -> type[Residual]:

@@ -64,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
         original, words = decided(original, args.set, args.text), []
         for line in original.origin.get("found_by_loss", ()):
             print(line)
-    source, different = original, ""
+    source = original
     if args.residual or words:
-        source = made = upcycled(original, args.residual, words, args.allow_different)
-        different = made.different
+        source = upcycled(original, args.residual, words, args.allow_different)
     done = import_model(
         source, args.out, dtype=DTYPES[args.dtype] if args.dtype else None, overwrite=args.overwrite, warn=warn
     )
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {done.folder}: {done.run.architecture}, {size / 1e9:.3f} GB", flush=True)
     if args.no_verify:
         return 0
-    found = verify(original, done, different)
+    found = verify(source, done)
     if not found.as_said:
         print(f"depthbench: {found.describe()}. The files are kept in {done.folder}", file=sys.stderr)
         return 1

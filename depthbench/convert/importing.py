@@ -8,7 +8,6 @@ OUT/tokenizer/                   the source's tokenizer, where it has one
 import functools
 import json
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,8 @@ from depthbench.config.validate import residual_of
 from depthbench.data.tokenizers import load_tokenizer
 from depthbench.errors import UserError
 
-from .export import check_out, publish
 from .names import Exported, named_tensors
+from .output import check_out, new_folder
 from .reading import PREFIX
 from .source import Source
 
@@ -63,9 +62,7 @@ def import_model(
     Raises UserError where a tensor is missing or has another shape than the settings say, where `out` is in the way, or
     the disk is full.
     """
-    check_out(out, overwrite, mark="model.yaml", what="import")
-    if newer := [c for c in checkpoints.published(out / "checkpoints") if c.step > 0]:
-        raise UserError(f"{out} holds a run's checkpoint, {newer[-1].path.name}: --overwrite does not remove it")
+    check_out(out, overwrite, ours=_is_import)
     dtype = dtype or _holding_all(source)
     run = run_of(source, out, dtype)
     tensors = named_tensors(run.model, residual_of(run), dtype, llama=False)
@@ -83,8 +80,7 @@ def import_model(
             warn(f"{name} has {count} elements of {values.numel()} that are NaN or infinite")
         return values
 
-    partial = out.parent / f".importing-{out.name}-{uuid.uuid4().hex[:8]}"
-    try:
+    with new_folder(out, "import") as partial:
         checkpoint = partial / "checkpoints" / STEP
         checkpoint.mkdir(parents=True)
         write_tensors(checkpoint, planned.values(), make)
@@ -96,14 +92,13 @@ def import_model(
             (partial / f"{group}.yaml").write_text(yaml.safe_dump(settings[group], sort_keys=False))
         _copy_tokenizer(source, partial, run, warn)
         (checkpoint / checkpoints.MANIFEST).write_text(json.dumps(_manifest(source, run), indent=1))
-        publish(partial, out)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write the import to {out}: {error}; nothing is left there") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Import(out, run, tensors, dtype)
+
+
+def _is_import(folder: Path) -> bool:
+    """And nothing that was trained since."""
+    steps = [checkpoint.step for checkpoint in checkpoints.published(folder / "checkpoints")]
+    return (folder / "model.yaml").is_file() and max(steps, default=0) == 0
 
 
 def _holding_all(source: Source) -> torch.dtype:

@@ -1,7 +1,5 @@
 """One of our checkpoints as a checkpoint of DepthBench's own code: one step's folder, without an optimizer's state."""
 
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthbench import __version__
 from depthbench.checkpoint.stored import same_bits
 from depthbench.checkpoint.streaming import Planned, write_tensors
 from depthbench.config.schema import RunConfig
@@ -18,12 +17,13 @@ from depthbench.config.validate import residual_of
 from depthbench.data.tokenizers import Tokenizer
 from depthbench.errors import UserError
 
-from .export import check_out, publish, tokenizer_of, write_json
+from .export import tokenizer_of
 from .importing import run_of
 from .names import check, named_tensors
 from .olmo import CONFIG, TENSORS, TOKENIZER, OlmoSource
 from .olmo_config import SHAPE, in_effect, write_model
 from .olmo_names import OlmoTensor, olmo_tensors
+from .output import EXPORTED, check_out, new_folder, write_json
 from .reading import PREFIX, Weights
 from .tokenizer import write_tokenizer
 
@@ -73,9 +73,7 @@ def export_olmo(checkpoint: Path, out: Path, *, overwrite: bool = False, warn: C
         parts = [weights.read(p.logical, p.shape, weights.dtypes[p.logical]) for p in tensor.parts]
         return torch.cat(parts) if len(parts) > 1 else parts[0].reshape(tensor.shape)
 
-    partial = out.parent / f".exporting-{out.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(out, "export") as partial:
         types = (Planned(key, t.shape, weights.dtypes[t.parts[0].logical]) for key, t in planned.items())
         write_tensors(partial / TENSORS, types, make)
         if tokenizer:
@@ -84,13 +82,10 @@ def export_olmo(checkpoint: Path, out: Path, *, overwrite: bool = False, warn: C
                 warn(fault)
         write_json(partial / CONFIG, {"model": section, "dataset": _dataset(run, tokenizer, out)})
         write_json(partial / ".metadata.json", {"version": VERSION})
-        publish(partial, out)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write the export to {out}: {error}; nothing is left there") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (partial / "README.md").write_text(
+            f"{EXPORTED} {__version__} from step {weights.checkpoint.step} of the run `{run.name}`, in the layout of "
+            "DepthBench's checkpoints.\n"
+        )
     return OlmoExport(out, weights, tensors)
 
 

@@ -24,7 +24,7 @@ from depthbench.errors import UserError
 
 from .importing import run_of
 from .olmo import OlmoSource
-from .verify_import import trainers_logits
+from .trainers_model import run_trainers_model
 
 WINDOW, WINDOWS = 512, 2  # tokens
 LEAST = 64  # predicted tokens
@@ -79,7 +79,7 @@ def tried(source: OlmoSource, tokens_BS: Tensor) -> list[Trial]:
     for values in itertools.product(*source.unsaid.values()):
         settings = dict(zip(source.unsaid, values, strict=True))
         candidate = replace(run, residual=replace(source.residual, **settings))
-        logits_BSV = trainers_logits(candidate, lambda name, shape: source.read(name), tokens_BS, torch.float32)
+        logits_BSV = run_trainers_model(candidate, lambda name, _: source.read(name), tokens_BS, torch.float32).logits
         losses = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none")
         trials.append(Trial(settings, losses.to(torch.float64)))
     return trials

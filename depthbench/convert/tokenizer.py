@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> str 
                 f"{tokenizer.path} has no equal tokenizer.json: the export has tokenizer.model alone, which "
                 "sentencepiece reads and AutoTokenizer may not"
             )
-        converted.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(converted.to_str(pretty=True))  # its own `save` hides what went wrong
     else:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
         token = tokenizers.Tokenizer.from_file(str(tokenizer.path)).id_to_token(tokenizer.eod)

@@ -46,19 +46,36 @@ class Upcycled:
         self.dtypes: Mapping[str, torch.dtype] = {t.logical: source.dtypes.get(t.logical, common) for t in tensors}
 
     def read(self, name: str) -> Tensor:
-        place = _RESIDUAL.fullmatch(name)
+        place = self._place(name)
         if place is None:
             return self.source.read(name) if name in self.source.dtypes else self._projection(name)
-        block, kind, path = place.groups()
-        total = self.described.shape.num_sublayers
-        sublayer = 2 * int(block) + (kind == "mlp") if block else total
-        norm = self.source.read(name.removesuffix(path) + "norm.weight")
-        carried = self.described.carried(sublayer, norm.to(torch.float64))
-        if path in carried:
-            return carried[path]
-        if sublayer == total:
+        sublayer, path = place
+        carried = self._carried(name, sublayer, path)
+        if carried is not None:
+            return carried
+        if sublayer == self.described.shape.num_sublayers:
             return _initial(self.described.readout(torch.float64), path, name)
         return _initial(self.described.connection(sublayer, torch.float64), path, name)
+
+    def rounds(self, stored: Mapping[str, torch.dtype]) -> bool:
+        """Whether what was made of a norm's weight is only nearly itself in the types `stored`, by logical name."""
+        for name, dtype in stored.items():
+            if place := self._place(name):
+                carried = self._carried(name, *place)
+                if carried is not None and not torch.equal(carried, carried.to(dtype).to(carried)):
+                    return True
+        return False
+
+    def _place(self, name: str) -> tuple[int, str] | None:
+        """Of a residual parameter: its sublayer (2L: the readout) and its name there."""
+        if found := _RESIDUAL.fullmatch(name):
+            block, kind, path = found.groups()
+            return 2 * int(block) + (kind == "mlp") if block else self.described.shape.num_sublayers, path
+        return None
+
+    def _carried(self, name: str, sublayer: int, path: str) -> Tensor | None:
+        norm = self.source.read(name.removesuffix(path) + "norm.weight")
+        return self.described.carried(sublayer, norm.to(torch.float64)).get(path)
 
     def _projection(self, name: str) -> Tensor:
         """An extra projection of an MLP's input, as training draws it."""

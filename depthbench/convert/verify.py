@@ -1,7 +1,10 @@
 """Whether an export computes what its checkpoint does: both run on the same tokens, block by block.
 
-The source is the trainer's own model (`verify_source`), the export the one that transformers builds (`verify_export`).
+The source is the trainer's own model (`trainers_model`), the export the one that transformers builds (`verify_export`).
 Both compute in float32 (an export in float64: in float64), and neither is ever in memory as a whole.
+
+A wrong eps or RoPE setting may change these logits too little to be seen, so config.json is also read as an import
+reads it, and must give back the checkpoint's settings.
 
 A deep model can amplify rounding until logits differ visibly. So where they do, each block of the export is run again
 on what the source's block got, and judged by itself.
@@ -9,6 +12,7 @@ on what the source's block got, and judged by itself.
 Shapes: S tokens, B sequences, V vocabulary, D hidden.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +23,11 @@ from depthbench.config.schema import RunConfig
 from depthbench.residual.state import DepthState
 
 from .export import Export
+from .trainers_model import Values, run_trainers_model
 from .verify_export import load
-from .verify_source import Values, source_values
+from .verify_settings import settings_faults
 
-TOLERANCE = 1e-4  # of the largest element: rounding stays below 1e-5, a wrong scale or constant is far above
+TOLERANCE = 1e-4  # of the largest element: rounding stays below 1e-5, a wrong scale is far above
 TOLERANCE_FLOAT64 = 1e-9
 SEQUENCES, TOKENS = 2, 128
 
@@ -31,7 +36,7 @@ SEQUENCES, TOKENS = 2, 128
 class Comparison:
     """Differences over the source's largest element. logits: of models left alone. embedding, blocks, head: of each
     part, given what the source's part got (empty where logits agree). faults: of files that do not hold what the model
-    expects, which was not run then."""
+    expects, or of settings; the model was not run then."""
 
     tokens: int
     logits: float
@@ -89,8 +94,13 @@ def _as(given: Any, state: DepthState) -> Any:
     return type(given)(live, history)
 
 
-def _tensors(state: Any) -> list[Tensor]:
-    return [state] if isinstance(state, Tensor) else [*state.live.values(), *state.history.values()]
+def _apart(state: Any, wanted: Any) -> float:
+    """Of what a part left, and what the source's left: the difference of the tensor where it is largest."""
+    if isinstance(state, Tensor):
+        return _error(state, wanted)
+    ours, theirs = ({**each.live, **each.history} for each in (wanted, state))
+    assert ours.keys() == theirs.keys(), f"{ours.keys() ^ theirs.keys()} in one depth state alone"
+    return max((_error(theirs[name], ours[name]) for name in ours), key=lambda error: (math.isnan(error), error))
 
 
 @torch.no_grad()
@@ -99,29 +109,28 @@ def by_parts(model: Any, tokens_BS: Tensor, ours: Values) -> tuple[float, tuple[
     gets what the source's got."""
     inner, llama = model.model, hasattr(model.model, "norm")
     embedding = 0.0
-    blocks: list[Tensor] = []
+    blocks: list[float] = []
 
     def before(number: int) -> Any:
         def replaced(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             nonlocal embedding
             wanted = _as(args[0], ours.states[number])
             if number == 0:
-                embedding = max(_error(a, b) for a, b in zip(_tensors(args[0]), _tensors(wanted), strict=True))
+                embedding = _apart(args[0], wanted)
             return (wanted, *args[1:])
 
         return replaced
 
     def after(module: Any, args: Any, output: Any) -> None:
         left = output[0] if type(output) is tuple else output
-        blocks.append(left if llama else inner.residual.probe(left))
+        blocks.append(_apart(left, _as(left, ours.states[len(blocks) + 1])))
 
     for number, layer in enumerate(inner.layers):
         layer.register_forward_pre_hook(before(number))
         layer.register_forward_hook(after)
     (inner.norm if llama else inner.readout).register_forward_pre_hook(before(len(inner.layers)))
     logits = model(tokens_BS, use_cache=False).logits
-    errors = tuple(_error(a, b) for a, b in zip(blocks, ours.blocks, strict=True))
-    return embedding, errors, _error(logits, ours.logits)
+    return embedding, tuple(blocks), _error(logits, ours.logits)
 
 
 def verify(done: Export) -> Comparison:
@@ -130,10 +139,15 @@ def verify(done: Export) -> Comparison:
     wide = done.dtype is torch.float64
     # transformers' own Llama has norms in float32 whatever the rest is
     tolerance = TOLERANCE_FLOAT64 if wide and done.remote_code else TOLERANCE
-    model, faults = load(done, torch.float64 if wide else torch.float32)
+    dtype = torch.float64 if wide else torch.float32
+    model, faults = load(done, dtype)
+    faults += settings_faults(done)
     if faults:
         return Comparison(tokens_BS.numel(), float("nan"), tolerance, faults=tuple(faults))
-    ours = source_values(done, tokens_BS)
+    types = {tensor.logical: tensor.dtype for tensor in done.tensors}
+    ours = run_trainers_model(
+        done.weights.run, lambda name, shape: done.weights.read(name, shape, types[name]), tokens_BS, dtype
+    )
     with torch.no_grad():
         logits = _error(model(tokens_BS, use_cache=False).logits, ours.logits)
     if logits <= tolerance:
@@ -142,5 +156,5 @@ def verify(done: Export) -> Comparison:
 
 
 def _error(theirs: Tensor, ours: Tensor) -> float:
-    """NaN where either has one."""
-    return float((theirs - ours).abs().max() / ours.abs().max())
+    """NaN where either has one; absolute where ours is zero everywhere."""
+    return float((theirs - ours).abs().max() / (ours.abs().max() or 1.0))

@@ -9,10 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from depthbench.errors import UserError
-
 from .export import Export
 from .layerwise import Layerwise, parameters_on_meta
+from .library import installed_transformers
 from .shards import INDEX
 
 
@@ -76,15 +75,3 @@ def load(done: Export, dtype: torch.dtype) -> tuple[Any, list[str]]:
     parts = list(dict.fromkeys([*tables, *branches]))
     Layerwise(model, parts, lambda name: stored.read(names[name]).to(dtype)).hook(parts)
     return model, []
-
-
-def installed_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            'verification loads the export with transformers, which is missing: pip install "depthbench[convert]", '
-            "or give --no-verify"
-        ) from error
-    transformers.utils.logging.disable_progress_bar()
-    return transformers

@@ -28,7 +28,10 @@ def find_initial(run: RunConfig) -> Published | None:
     if run.initial is None:
         return None
     checkpoint = find(Path(run.initial))
-    before = typed(checkpoint.manifest()["settings"])
+    settings = checkpoint.manifest().get("settings")
+    if not isinstance(settings, dict):
+        raise UserError(f"checkpoint {checkpoint.path}: its manifest.json has no settings of the run")
+    before = typed(settings)
     theirs, ours = _function(before), _function(run)
     if before.model.rope_scaling is None:  # the run may reach further than its weights did
         ours["model.rope_scaling"] = None

@@ -108,8 +108,8 @@ def test_a_folder_that_is_in_the_way(run: Path, tmp_path: Path) -> None:
     (out / "stray").write_text("")
     export_here(run, out, overwrite=True, warn=silent)
     assert snapshot(out) == before
-    (out / "config.json").unlink()
-    with pytest.raises(UserError, match=r"no config\.json"):
+    (out / "README.md").unlink()
+    with pytest.raises(UserError, match="was not written by this command"):
         export_here(run, out, overwrite=True, warn=silent)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
@@ -211,6 +211,25 @@ def test_the_command_says_what_is_wrong(own: Path, tmp_path: Path) -> None:
     assert said.code == 2 and "--max-shard-size=much" in said.err
     said = export(own, tmp_path / "other", "--no-verify")
     assert said.code == 0 and "mhc, step 1" in said.out and "verified" not in said.out
+
+
+def test_somebody_elses_model_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (out / "README.md").write_text("# Another model\n")
+    with pytest.raises(UserError, match="was not written by this command: --overwrite does not remove it"):
+        export_here(run, out, overwrite=True, warn=silent)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json"]
+
+
+def test_a_link_stays_one(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        export_here(run, tmp_path / "out", overwrite=True, warn=silent)
+        assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
 def _architectures(rank: int, world_size: int, store: str, folders: list[Path]) -> list[str]:

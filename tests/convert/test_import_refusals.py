@@ -130,7 +130,7 @@ def test_weight_files(llamas: Path, own: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         open_source(own)
     (own / "config.json").unlink()
-    with pytest.raises(UserError, match=r"has a config\.json, which is missing"):
+    with pytest.raises(UserError, match=r"has a config\.json, .* and both are missing"):
         open_source(own)
     with pytest.raises(UserError, match="no folder"):
         open_source(tmp_path / "nowhere")
@@ -185,10 +185,10 @@ def test_a_folder_that_is_in_the_way(llamas: Path, tmp_path: Path) -> None:
     newer = out / "checkpoints" / "step_00000120"
     newer.mkdir()
     (newer / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a run's checkpoint, step_00000120: --overwrite does not remove it"):
+    with pytest.raises(UserError, match="was not written by this command: --overwrite does not remove it"):
         bring(llamas / "one", out, overwrite=True)
     (out / "model.yaml").unlink()
-    with pytest.raises(UserError, match=r"no import \(it has no model\.yaml\)"):
+    with pytest.raises(UserError, match="was not written by this command"):
         bring(llamas / "one", out, overwrite=True)
 
 

@@ -157,4 +157,4 @@ def test_what_their_code_cannot_compute(corpus: Corpus, tmp_path: Path) -> None:
     (said,) = run_workers(1, _refusals, [tmp_path / name for name in cases], tmp_path)
     for each, message in zip(said, cases.values(), strict=True):
         assert each.code == 2 and message in each.err, each.err
-    assert not (tmp_path / "theirs").exists() and not list(tmp_path.glob(".exporting*"))
+    assert not (tmp_path / "theirs").exists() and not list(tmp_path.glob(".writing*"))

@@ -193,3 +193,13 @@ def test_what_is_written_is_what_was_made(tmp_path: Path) -> None:
             assert torch.equal(weights.read(name, tuple(values.shape), kept), values.to(kept)), name
         drawn = [made.read(name) for name in made.dtypes if ".mlp.depth_" in name]
         assert all(0.015 < float(values.std()) < 0.025 for values in drawn)
+
+
+def test_which_norms_bfloat16_holds_only_nearly() -> None:
+    """Where none is scaled, weights that were bfloat16 are carried over as they were, and nothing may differ."""
+    source = InMemory(1e-5)
+    source.weights = {name: values.to(torch.bfloat16).to(values) for name, values in source.weights.items()}
+    for residual, nearly in (("block_attnres", False), ("hc", False), ("mhc", False), ("lns", True)):
+        made = upcycled(source, residual, [], allow_different=False)
+        assert made.rounds(dict.fromkeys(made.dtypes, torch.bfloat16)) is nearly, residual
+        assert not made.rounds(made.dtypes), residual

@@ -42,6 +42,11 @@ def scale_of_a_llama_projection() -> None:
     scale_of(f"model.layers.{BLOCK}.self_attn.v_proj.weight")
 
 
+def scale_of_a_depth_projection() -> None:
+    """Its output is in no block's newest representation, but in what later blocks attend to."""
+    scale_of(f"model.layers.{BLOCK}.mlp.extra.depth_k.weight")
+
+
 def scale_of_the_head() -> None:
     scale_of("lm_head.weight")
 
@@ -69,6 +74,7 @@ def constant_in_the_code() -> None:
         ("pre_ln", scale_of_a_llama_projection),
         ("hc", scale_of_a_norm),
         ("moda", scale_of_a_norm),
+        ("moda", scale_of_a_depth_projection),
         ("block_attnres", scale_of_a_norm),
         ("lns", constant_in_the_code),
     ],
@@ -155,6 +161,38 @@ def test_files_that_are_not_the_models(corpus: Corpus, tmp_path: Path) -> None:
         said = export(run, tmp_path / "out", "--overwrite", before=files_changed(change))
         assert said.code == 1 and f"the export's files are not its model's: {fault}" in said.err, said
         assert (tmp_path / "out" / "config.json").is_file()
+
+
+def settings_changed(**changes: Any) -> Callable[[], None]:
+    def before() -> None:
+        original = export_module.model_config
+
+        def changed(*args: Any) -> dict[str, Any]:
+            return {**original(*args), **changes}
+
+        export_module.model_config = changed  # type: ignore[assignment]
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fault"),
+    [
+        ("pre_ln", {"rms_norm_eps": 1e-5}, "residual is PreLNConfig(norm_eps=1e-05) in config.json"),
+        ("pre_ln", {"rope_theta": 501.0}, "RoPE is theta 501, None in config.json, theta 500, None in the checkpoint"),
+        ("keel", {"rope_theta": 501.0}, "RoPE is theta 501"),
+        ("keel", {"residual": {"norm_eps": 1e-5}}, "residual is KEELConfig(norm_eps=1e-05"),
+        ("deepnorm", {"position_scaling": None}, "RoPE is theta 10000, None in config.json, theta 10000, RopeScaling("),
+        ("keel", {"max_position_embeddings": 16}, "model.sequence_length is 16 in config.json, 32 in the checkpoint"),
+    ],
+)
+def test_settings_too_small_to_see(
+    corpus: Corpus, tmp_path: Path, name: str, changes: dict[str, Any], fault: str
+) -> None:
+    """What may not show in logits on a few tokens."""
+    run = saved(run_of(corpus, tmp_path / "run", Case(CASES[name].residual, CASES[name].model, {})))
+    said = export(run, tmp_path / "out", before=settings_changed(**changes))
+    assert said.code == 1 and fault in said.err, said
 
 
 def test_float64_is_held_to_more(corpus: Corpus, tmp_path: Path) -> None:
