@@ -51,7 +51,7 @@ CASES = {
     "sandwich_ln": case("sandwich_ln", tie_embeddings=True),
     "lns": case("lns", head_dim=76),
     "deepnorm": case("deepnorm", rope_scaling=YARN),
-    "keel": case("keel", rope_theta=500.0),
+    "keel": case("keel", rope_theta=500.0, head_dim=94),
     "full_attnres": case("block_attnres", residual={"sublayers_per_block": 1}),
     "block_attnres": case(
         "block_attnres",

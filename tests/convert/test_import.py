@@ -188,6 +188,17 @@ TRAINED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+@pytest.mark.parametrize("residual", ["full_attnres", "block_attnres", "hc", "mhc"])
+def test_an_upcycled_model_computes_the_same(tmp_path: Path, residual: str, eps: float) -> None:
+    """As transformers' Llama, in the trainer's model; at any eps, since the settings that keep it come along."""
+    source = llama(tmp_path / "llama", rms_norm_eps=eps)
+    words = ["num_blocks=2"] if residual == "block_attnres" else []
+    import_model(upcycled(open_source(source), residual, words, allow_different=False), tmp_path / "out", warn=silent)
+    theirs, ours = transformers_logits(source, TOKENS), megatron_logits(tmp_path / "out", TOKENS)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-5
+
+
 @pytest.mark.parametrize("residual", TRAINED)
 def test_an_upcycled_model_trains(corpus: Corpus, tmp_path: Path, residual: str) -> None:
     """By its settings files, in one layout or another; its first loss is the Llama's, and falls."""
