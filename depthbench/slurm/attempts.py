@@ -33,8 +33,9 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that is over. step: the last one that it completed. saved: step of the newest complete checkpoint, 0
-    without one. refused: the error is a mistake of the user, which no further attempt mends."""
+    """An attempt that is over. attempt: JOB.RESTART, in an array JOB_TASK.RESTART. step: the last one that it
+    completed. saved: step of the newest complete checkpoint, 0 without one. refused: the error is a mistake of the
+    user, which no further attempt mends."""
 
     attempt: str
     kind: Kind

@@ -24,7 +24,7 @@ _FIRST_PORT, _PORTS = 10_000, 20_000
 
 def port(job: int, restart: int) -> int:
     """The port at which the ranks of an attempt meet: another for each job, and for each attempt of a job, since a
-    survivor of the one before may still hold that one's.
+    survivor of the one before may still hold that one's. job: its id, of its own also in an array.
 
     Above X11's and Slurm's own, below Linux's ephemeral range (32768 and up), of which any process may take one.
     """
@@ -168,9 +168,11 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name in ("begin", "end", "port"):
         verb = verbs.add_parser(name)
-        verb.add_argument("--attempt", required=True, metavar="JOB.RESTART")
         if name == "port":
+            verb.add_argument("--job", type=int, required=True)
+            verb.add_argument("--restart", type=int, required=True)
             continue
+        verb.add_argument("--attempt", required=True, metavar="JOB[_TASK].RESTART")
         verb.add_argument("--run-folder", type=Path, required=True)
         verb.add_argument("--max-requeues", type=int, required=True)
         if name == "begin":
@@ -181,8 +183,7 @@ def main() -> int:
             verb.add_argument("--interrupted", action="store_true")
     args = parser.parse_args()
     if args.verb == "port":
-        job, restart = args.attempt.split(".")
-        print(port(int(job), int(restart)))
+        print(port(args.job, args.restart))
         return 0
     if args.verb == "begin":
         return begin(args.run_folder, args.attempt, args.last_step, args.max_requeues)

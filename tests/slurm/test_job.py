@@ -55,9 +55,9 @@ def error(logs: Path, node: int, text: str) -> None:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What Slurm's commands print, by name."""
+    """What Slurm's commands print, by name, or by the whole command."""
     said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None"}
-    monkeypatch.setattr(job, "_slurm", lambda name, *words: said[name])
+    monkeypatch.setattr(job, "_slurm", lambda *words: said.get(" ".join(words), said[words[0]]))
     return said
 
 
@@ -103,6 +103,23 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path, slurm: dict[str, str]) -
     assert fence.owner(tmp_path) == "7.0"
     slurm["squeue"] = ""
     assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+
+
+def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """What its siblings do keeps nobody from submitting it again, and what Slurm does to them is not done to it."""
+    job.begin(tmp_path, "7_2.0", LAST, MANY)
+    slurm["squeue --noheader --jobs=7 --format=%T"] = "RUNNING\n"
+    assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+    slurm["squeue --noheader --jobs=9_2 --format=%T"] = "RUNNING\n"
+    job.begin(tmp_path, "9_2.0", LAST, MANY)
+    assert job.begin(tmp_path, "9_1.0", LAST, MANY) == 1
+
+    slurm["scontrol"] = "JobState=COMPLETING Reason=None Restarts=3"
+    slurm["scontrol show job --oneliner 9_2"] = "JobState=COMPLETING Reason=TimeLimit Restarts=0"
+    status(tmp_path, "9_2.0", "stopped", 12, "SIGUSR1")
+    assert job.end(tmp_path, tmp_path, "9_2.0", 0, True, MANY) == job.REQUEUE
+    assert job.begin(tmp_path, "9_2.1", LAST, MANY) == 0
+    assert [ended.attempt for ended in read(job.journal(tmp_path))] == ["9_2.0"]
 
 
 Prepare = Callable[[Path, Path], None]

@@ -100,21 +100,29 @@ def stopped(attempt: str) -> str:
     return json.dumps({"state": "stopped", "step": 10, "reason": "SIGUSR1", "attempt": attempt})
 
 
-def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Path) -> None:
-    """The batch shell gets it, and passes it on while it waits for them."""
+@pytest.mark.parametrize(
+    ("array", "number"), [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "2"}, "4711_2")]
+)
+def test_a_warning_reaches_the_processes_and_requeues(
+    stubs: Stubs, tmp_path: Path, array: dict[str, str], number: str
+) -> None:
+    """The batch shell gets it, and passes it on while it waits for them. In an array, whose last task has the array's
+    number, to its own alone."""
     folder = tmp_path / "run"
     batch = stubs.start(
         submission(stubs, folder),
         WAIT_FOR=str(stubs.notes / "scancel"),
-        STATUS=stopped("4711.0"),
+        STATUS=stopped(f"{number}.0"),
         STATUS_FILE=str(folder / "status.json"),
+        **array,
     )
     wait_for(lambda: len(stubs.launchers()) == 2, "launchers")
     batch.send_signal(signal.SIGUSR1)
     batch.wait(timeout=PATIENCE)
-    assert stubs.words("scancel") == ["--signal=USR1", "4711"]
-    assert stubs.words("requeue") == ["requeue", "4711"]
-    assert "stopped at step 10 (SIGUSR1); the next attempt resumes from step 0" in log(folder)
+    assert stubs.words("scancel") == ["--signal=USR1", number]
+    assert stubs.words("requeue") == ["requeue", number]
+    assert "stopped at step 10 (SIGUSR1); the next attempt resumes from step 0" in log(folder, f"{number}.0")
+    assert f"--master-port={port(4711, 0)}" in stubs.launchers()[0]
 
 
 def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:

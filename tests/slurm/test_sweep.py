@@ -67,8 +67,8 @@ def test_an_array_starts_each_runs_own_script(
     script = Path((stubs.notes / "queued").read_text())
     assert "#SBATCH --array=0-2%1\n" in script.read_text()
     assert f"3 runs, 1 at a time, in {tmp_path}/runs/seeds" in capsys.readouterr().out
-    assert stubs.run(script, 1, SLURM_ARRAY_TASK_ID="1") == 0
+    assert stubs.run(script, 1, SLURM_ARRAY_JOB_ID="4710", SLURM_ARRAY_TASK_ID="1") == 0
     (words,) = stubs.launchers()
     assert str(tmp_path / "runs/seeds/2/slurm/1/run.yaml") in words
-    assert (tmp_path / "runs" / "seeds" / "2" / "attempt").read_text() == "4711.0"
+    assert (tmp_path / "runs" / "seeds" / "2" / "attempt").read_text() == "4710_1.0"
     assert not (tmp_path / "runs" / "seeds" / "1" / "attempt").exists()
