@@ -38,12 +38,17 @@ def render(job: Job, settings: SlurmSettings) -> str:
 
     Raises UserError for a path that the container's runtime could not be told.
     """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings)), ""]
+    lines = header(job, settings)
     lines += [f"{name}={shlex.quote(str(value))}" for name, value in _values(job, settings).items()]
     for name, words in _container(job, settings).items():
         lines.append(f"{name}=({' '.join(shlex.quote(word) for word in words)})")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(settings).items()]
     return "\n".join(lines) + "\n\n" + (TEMPLATES / "batch.sh").read_text()
+
+
+def header(job: Job, settings: SlurmSettings, *more: str) -> list[str]:
+    """What sbatch reads of a script: the first lines, up to an empty one. more: further options."""
+    return ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*_options(job, settings), *more]), ""]
 
 
 def _options(job: Job, settings: SlurmSettings) -> list[str]:

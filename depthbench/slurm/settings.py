@@ -70,9 +70,11 @@ class SlurmSettings:
         for option in self.options:
             if not directive("slurm.options", option).startswith("--"):
                 raise UserError(f"slurm.options has {option!r}: give --name or --name=value")
-        for name in self.environment:
+        for name, value in self.environment.items():
             if not _VARIABLE.fullmatch(name):
                 raise UserError(f"slurm.environment names a variable {name!r}: letters, digits and _ only")
+            if "\0" in value:
+                raise UserError(f"slurm.environment.{name}={value!r}: no variable can hold the character NUL")
 
 
 def load_slurm(name: str) -> SlurmSettings:

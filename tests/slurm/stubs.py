@@ -48,6 +48,20 @@ exec "$@"
 """
 
 
+# a name, path or value that should reach the job as it is
+HOSTILE = "a b'c\"d,e$(touch pwned)`touch pwned`;touch pwned&\\ \n#SBATCH --nodes=99\n-x %j ü"
+
+
+def directives(script: Path) -> list[str]:
+    """What sbatch reads: up to the first line that is a command."""
+    found = []
+    for line in script.read_text().splitlines()[1:]:
+        if line.strip() and not line.startswith("#"):
+            break
+        found += [line] if line.startswith("#SBATCH") else []
+    return found
+
+
 @dataclass(frozen=True)
 class Stubs:
     """bin: all that is on PATH. notes: one file a call, its arguments divided by NUL."""

@@ -16,9 +16,8 @@ from depthbench.slurm.job import port
 from depthbench.slurm.script import Job, render
 from depthbench.slurm.settings import Container, Runtime, SlurmSettings
 from tests.corpora import Corpus, trainable_run
-from tests.slurm.stubs import Stubs
+from tests.slurm.stubs import HOSTILE, Stubs, directives
 
-HOSTILE = "a b'c\"d,e$(touch pwned)`touch pwned`;touch pwned&\\ \n#SBATCH --nodes=99\n-x %j ü"
 NOWHERE = Corpus("tokenizer", "train", "valid")
 PATIENCE = 60  # seconds until a test gives up
 
@@ -134,16 +133,6 @@ def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
     assert not stubs.launchers() and "nothing to do" in log(folder)
 
 
-def directives(script: Path) -> list[str]:
-    """What sbatch reads: up to the first line that is a command."""
-    found = []
-    for line in script.read_text().splitlines()[1:]:
-        if line.strip() and not line.startswith("#"):
-            break
-        found += [line] if line.startswith("#SBATCH") else []
-    return found
-
-
 def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> None:
     """As run folder, run name and value of the environment; nothing of them is executed or taken for an option."""
     folder = tmp_path / HOSTILE.replace("/", "")
@@ -175,6 +164,7 @@ def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) ->
         {"options": ["--comment='x'"]},
         {"time_limit": "soon"},
         {"environment": {"A B": "x"}},
+        {"environment": {"A": "x\0y"}},
         {"warning_seconds": 0},
     ],
 )
