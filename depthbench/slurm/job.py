@@ -9,17 +9,20 @@ import json
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from depthbench.checkpoint import fence
 from depthbench.checkpoint.folder import latest
 
-from .attempts import Ended, Kind, append, decide, read
+from .attempts import Decision, Ended, Kind, append, decide, read
 
 NOTHING_TO_DO = 10  # exit statuses that the script reads
 REQUEUE = 11
 _FIRST_PORT, _PORTS = 10_000, 20_000
+_TRIES, _PAUSE_SECONDS = 30, 10.0  # of a requeue: five minutes
 
 
 def port(job: int, restart: int) -> int:
@@ -50,8 +53,8 @@ def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
         lost = Ended(
             owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node"
         )
-        append(journal(folder), lost)
         decision = decide(before, lost, max_requeues)
+        append(journal(folder), lost, decision)
         print(f"attempt {owner}: {decision.why}")
         if not decision.requeue:
             return decision.code
@@ -61,17 +64,25 @@ def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
 
 
 def end(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool, max_requeues: int) -> int:
-    """Note how an attempt ended, and decide. status: of srun. interrupted: whether the script got SIGTERM.
+    """Note how an attempt ended, decide, and have Slurm requeue the job if that is the decision. status: of srun.
+    interrupted: whether the script got SIGTERM.
 
-    Returns the exit status that the job shall have, or REQUEUE.
+    Returns the exit status that the job shall have, or REQUEUE where Slurm ends and requeues it now.
     """
     ended = _ended(folder, logs, attempt, status, interrupted)
     before = read(journal(folder))
     decision = decide(before, ended, max_requeues)
     if ended.kind is not Kind.SUPERSEDED:
-        append(journal(folder), ended)
-    print(f"attempt {attempt}: {decision.why}")
-    return REQUEUE if decision.requeue else decision.code
+        append(journal(folder), ended, decision)
+    print(f"attempt {attempt}: {decision.why}", flush=True)
+    if not decision.requeue:
+        return decision.code
+    if not (refusal := _requeue(ended.job)):
+        return REQUEUE
+    refused = Decision(False, f"Slurm refused to requeue the job: {refusal}; go on with: sbatch submit.sbatch")
+    append(journal(folder), ended, refused)
+    print(f"attempt {attempt}: {refused.why}")
+    return refused.code
 
 
 def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool) -> Ended:
@@ -117,29 +128,33 @@ def _reached(folder: Path) -> int:
     """The last step that any attempt completed."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+    except OSError:
         return 0
-    whole = [line for line in lines if line.endswith(b"\n")]
-    step: int = json.loads(whole[-1])["step"] if whole else 0
-    return step
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # a lost node may leave anything
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return 0
 
 
 def _status(folder: Path) -> dict[str, Any]:
+    """`status.json`; empty where there is none, or none that is whole."""
     try:
-        content: dict[str, Any] = json.loads((folder / "status.json").read_text())
-    except (FileNotFoundError, ValueError):
+        content = json.loads((folder / "status.json").read_bytes())
+    except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def _errors(logs: Path) -> list[str]:
     """What processes said when they died, the first to die first: torchrun has each write `error.json` into its logs.
-    Later ones are mostly of those that lost a partner."""
+    Later ones are mostly of those that lost a partner. One that was killed while it wrote has said nothing."""
     files = sorted(logs.glob("node-*/**/error.json"), key=lambda file: file.stat().st_mtime_ns)
     found = []
     for file in files:
-        message = json.loads(file.read_text())["message"]
-        found.append(str(message["message"] if isinstance(message, dict) else message))
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(file.read_bytes())["message"]
+            found.append(str(message["message"] if isinstance(message, dict) else message))
     return found
 
 
@@ -149,6 +164,21 @@ def _slurm(*words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def _requeue(job: str) -> str:
+    """Have Slurm requeue the job, which ends its script. Returns nothing, or what Slurm said if it refused again and
+    again: its controller may only be away for a moment."""
+    said = ""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+        if done.returncode == 0:
+            return ""
+        said = done.stderr.strip() or f"scontrol's exit status is {done.returncode}"
+        print(f"job {job}: not requeued, {attempt + 1} of {_TRIES} tries: {said}", flush=True)
+    return said
 
 
 def _running(job: str) -> bool:

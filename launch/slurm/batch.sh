@@ -25,7 +25,10 @@ ask_to_stop() { # again and again: a process that is still starting ignores the 
 }
 trap ask_to_stop USR1        # Slurm's warning before the time limit or a preemption
 trap 'interrupted=1' TERM    # Slurm ends the job: the limit, a preemption, scancel
-ask() { "$host_python" -m depthbench.slurm.job "$@"; }
+ask() ( # Slurm signals all that runs here, but a decision has to be written down
+    trap "" TERM USR1
+    exec "$host_python" -m depthbench.slurm.job "$@"
+)
 
 # no fallback: with another address than the others have, each node would wait or train alone
 command -v scontrol > /dev/null || fatal "scontrol is not on PATH, so the head node cannot be found"
@@ -62,5 +65,4 @@ words=(--run-folder "$run_folder" --attempt "$attempt" --max-requeues "$max_requ
 code=0
 ask end "${words[@]}" ${interrupted:+--interrupted} || code=$?
 [ "$code" = 11 ] || exit "$code"
-scontrol requeue "$job" || fatal "Slurm refused to requeue it; go on with: sbatch submit.sbatch"
 until [ -n "$interrupted" ]; do sleep 1; done # Slurm ends this script now

@@ -20,6 +20,6 @@ def slurm() -> None:
     failure."""
     if not os.environ.get("SLURM_CONF"):
         pytest.skip("no Slurm of four local nodes: bash tests/slurm/cluster.sh start FOLDER; export SLURM_CONF=...")
-    found = subprocess.run(["sinfo", "--noheader", "--format=%P %D"], capture_output=True, text=True)
+    found = subprocess.run(["sinfo", "--noheader", "--format=%P %D"], capture_output=True, text=True, timeout=120)
     if "local* 4" not in found.stdout:
         pytest.fail(f"no four local nodes under SLURM_CONF={os.environ['SLURM_CONF']}: {found.stdout}{found.stderr}")

@@ -25,8 +25,17 @@ exit $code
 """
 SCONTROL = """\
 case $1 in
-show) if [ "$2" = hostnames ]; then printf 'first\\nsecond\\nthird\\n'; else echo "JobState=RUNNING"; fi ;;
-requeue) printf '%s\\0' "$@" > "$NOTES/requeue"; kill -TERM $PPID ;;
+show) if [ "$2" = hostnames ]; then
+        printf 'first\\nsecond\\nthird\\n'
+    else # Slurm may end a job at any moment, and signals all its processes
+        kill -TERM $PPID
+        kill -USR1 $PPID
+        echo "JobState=RUNNING"
+    fi ;;
+requeue)
+    printf '%s\\0' "$@" > "$NOTES/requeue"
+    read -r _ _ _ script _ < "/proc/$PPID/stat" # the parent of Python, which asks for it
+    kill -TERM "$script" ;;
 esac
 """
 SCANCEL = """printf '%s\\0' "$@" > "$NOTES/scancel" """

@@ -12,7 +12,7 @@ import pytest
 
 from depthbench.checkpoint import fence
 from depthbench.slurm import job
-from depthbench.slurm.attempts import Ended, Kind, append, read
+from depthbench.slurm.attempts import Decision, Ended, Kind, append, read
 
 LAST, MANY = 20, 50
 
@@ -37,9 +37,9 @@ def checkpoint(folder: Path, step: int) -> None:
     (path / "manifest.json").write_text("{}")
 
 
-def metrics(folder: Path, step: int) -> None:
+def metrics(folder: Path, step: int, then: bytes = b'{"step": 99') -> None:
     lines = [json.dumps({"step": number, "loss": 1.0}) + "\n" for number in range(1, step + 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 99')
+    (folder / "metrics.jsonl").write_bytes("".join(lines).encode() + then)
 
 
 def status(folder: Path, attempt: str, state: str, step: int, reason: str = "") -> None:
@@ -55,9 +55,10 @@ def error(logs: Path, node: int, text: str) -> None:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What Slurm's commands print, by name, or by the whole command."""
-    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None"}
+    """What Slurm's commands print, by name, or by the whole command. `requeue`: why it refuses that."""
+    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None", "requeue": ""}
     monkeypatch.setattr(job, "_slurm", lambda *words: said.get(" ".join(words), said[words[0]]))
+    monkeypatch.setattr(job, "_requeue", lambda number: said["requeue"])
     return said
 
 
@@ -90,7 +91,7 @@ def test_slurm_does_not_requeue_for_ever(
     assert job.begin(tmp_path, "7.1", LAST, 0) == 1
     assert "--max-requeues=0" in capsys.readouterr().out
     for restart in range(3):
-        append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"))
+        append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"), Decision(True, ""))
     fence.claim(tmp_path, "8.3")
     assert job.begin(tmp_path, "8.4", LAST, MANY) == 1
     assert fence.owner(tmp_path) == "8.3"
@@ -216,3 +217,52 @@ def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict
     before = (tmp_path / "slurm" / "attempts.jsonl").exists()
     assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
     assert (tmp_path / "slurm" / "attempts.jsonl").exists() == before
+
+
+@pytest.mark.parametrize("torn", [b"", b"null", b'{"message": ', b'{"message": {}}', b"\xff\0", b"[]"])
+def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str, str], torn: bytes) -> None:
+    """A process may be killed while it writes, and a lost node may leave anything."""
+    metrics(tmp_path, 12, then=torn + b"\n")
+    logs = tmp_path / "slurm" / "logs" / "7.0"
+    error(logs, 0, "RuntimeError: peer")
+    error(logs, 1, "")
+    (torn_error,) = (logs / "node-1").rglob("error.json")
+    torn_error.write_bytes(torn)
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    (tmp_path / "status.json").write_bytes(torn)
+    assert job.end(tmp_path, logs, "7.0", 1, False, MANY) == job.REQUEUE
+    (ended,) = read(job.journal(tmp_path))
+    assert (ended.kind, ended.step, ended.reason) == (Kind.FAILED, 12, "RuntimeError: peer")
+
+
+def test_a_requeue_that_slurm_refuses_ends_the_job(
+    tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.begin(tmp_path, "7.0", LAST, MANY)
+    slurm["requeue"] = "Access denied"
+    assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
+    assert "Slurm refused to requeue the job: Access denied; go on with: sbatch" in capsys.readouterr().out
+    last = json.loads(job.journal(tmp_path).read_text().splitlines()[-1])
+    assert (last["attempt"], last["requeue"]) == ("7.0", False) and "Access denied" in last["why"]
+
+
+@pytest.mark.parametrize(("refusals", "said"), [(3, ""), (99, "Unable to contact slurm controller")])
+def test_a_requeue_is_tried_for_some_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, said: str
+) -> None:
+    """And then no longer."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f"""#!/bin/bash
+echo "$@" >> "{tmp_path}/calls"
+[ "$(wc -l < "{tmp_path}/calls")" -gt {refusals} ] || {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
+"""
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    pauses: list[float] = []
+    monkeypatch.setattr(job.time, "sleep", pauses.append)
+    assert job._requeue("7_2") == said
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert set(calls) == {"requeue 7_2"} and len(calls) == len(pauses) + 1
+    assert len(pauses) == 3 if not said else 120 < sum(pauses) < 600

@@ -77,7 +77,7 @@ def test_a_dry_run_shows_all_and_does_nothing(
     before = snapshot(tmp_path)
     assert submitted(file, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "#SBATCH --nodes=1" in said and "scontrol requeue" in said and "tokens a second" in said
+    assert "#SBATCH --nodes=1" in said and "scancel --signal=USR1" in said and "tokens a second" in said
     assert snapshot(tmp_path) == before
 
 
