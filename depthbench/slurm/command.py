@@ -175,6 +175,7 @@ def _job(settings: RunConfig, nodes: int, gpus_per_node: int, max_requeues: int)
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         last_step=min(settings.train.steps, settings.train.stop_at or settings.train.steps),
+        steps=settings.train.steps,
         max_requeues=max_requeues,
     )
 
@@ -186,8 +187,8 @@ def write_submission(job: Job, settings: RunConfig, script: str) -> None:
     """
     try:
         job.submission.mkdir(parents=True)
-        write_settings(job.submission / "run.yaml", settings)
         (job.submission / "submit.sbatch").write_text(script, encoding="utf-8")
+        write_settings(job.submission / "run.yaml", settings)
         copy(TEMPLATES / "node.sh", job.submission)
         snapshot.take(job.submission / "code")
     except UserError:

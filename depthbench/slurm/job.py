@@ -12,10 +12,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from depthbench.checkpoint import fence
 from depthbench.checkpoint.folder import latest
+from depthbench.training.status import read_status, settle_status
 
 from .attempts import Decision, Ended, Kind, append, decide, read
 
@@ -38,15 +38,19 @@ def journal(folder: Path) -> Path:
     return folder / "slurm" / "attempts.jsonl"
 
 
-def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
-    """Make `attempt` the owner of the run folder. Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or
-    1 where no further attempt should be made."""
-    saved = _saved(folder)
+def begin(folder: Path, attempt: str, last_step: int, steps: int, max_requeues: int) -> int:
+    """Make `attempt` the owner of the run folder. last_step: the last one to train now. steps: of the whole run.
+
+    Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or 1 where no further attempt should be made.
+    """
+    saved, before, owner = _saved(folder), read(journal(folder)), fence.owner(folder)
+    busy = owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0])
     if saved >= last_step:
         print(f"attempt {attempt}: the run has reached step {saved} of {last_step}; nothing to do")
+        if not busy:
+            settle_status(folder, saved, steps)
         return NOTHING_TO_DO
-    before, owner = read(journal(folder)), fence.owner(folder)
-    if owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0]):
+    if owner and busy:
         print(f"attempt {attempt}: job {owner.split('.')[0]} is running in {folder}: cancel it, or this job is no use")
         return 1
     if owner and owner.split(".")[0] == attempt.split(".")[0] and owner not in {ended.attempt for ended in before}:
@@ -98,7 +102,7 @@ def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: boo
         return ended(Kind.SUPERSEDED, f"attempt {owner} owns the run folder")
     if (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
         return ended(Kind.SUPERSEDED, f"Slurm gave this node up, and has restarted the job {restarts[1]} times")
-    told = _status(folder)
+    told = read_status(folder)
     if told.get("attempt") == attempt and told["state"] in ("finished", "stopped"):
         if told["state"] == "finished":
             return ended(Kind.FINISHED, step=told["step"])
@@ -135,15 +139,6 @@ def _reached(folder: Path) -> int:
             if line.endswith(b"\n"):
                 return int(json.loads(line)["step"])
     return 0
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    """`status.json`; empty where there is none, or none that is whole."""
-    try:
-        content = json.loads((folder / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _errors(logs: Path) -> list[str]:
@@ -207,6 +202,7 @@ def main() -> int:
         verb.add_argument("--max-requeues", type=int, required=True)
         if name == "begin":
             verb.add_argument("--last-step", type=int, required=True)
+            verb.add_argument("--steps", type=int, required=True)
         else:
             verb.add_argument("--logs", type=Path, required=True)
             verb.add_argument("--status", type=int, required=True)
@@ -216,7 +212,7 @@ def main() -> int:
         print(port(args.job, args.restart))
         return 0
     if args.verb == "begin":
-        return begin(args.run_folder, args.attempt, args.last_step, args.max_requeues)
+        return begin(args.run_folder, args.attempt, args.last_step, args.steps, args.max_requeues)
     return end(args.run_folder, args.logs, args.attempt, args.status, args.interrupted, args.max_requeues)
 
 

@@ -21,7 +21,8 @@ TEMPLATES = LAUNCH / "slurm"
 
 @dataclass(frozen=True)
 class Job:
-    """submission: its folder. python: the interpreter that submits. last_step: at which the run is finished."""
+    """submission: its folder. python: the interpreter that submits. last_step: the last one to
+    train now. steps: of the whole run."""
 
     name: str
     run_folder: Path
@@ -30,6 +31,7 @@ class Job:
     nodes: int
     gpus_per_node: int
     last_step: int
+    steps: int
     max_requeues: int
 
 
@@ -75,6 +77,7 @@ def _values(job: Job, settings: SlurmSettings) -> dict[str, str | int | Path]:
         "rank_python": settings.container.python if settings.container else job.python,
         "processes_per_node": job.gpus_per_node,
         "last_step": job.last_step,
+        "steps": job.steps,
         "max_requeues": job.max_requeues,
     }
 

@@ -39,8 +39,8 @@ master_port=$(ask port --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0
 echo "attempt $attempt: nodes $SLURM_JOB_NODELIST, ranks meet at $master_addr:$master_port"
 
 code=0
-ask begin --run-folder "$run_folder" --attempt "$attempt" --last-step "$last_step" --max-requeues "$max_requeues" ||
-    code=$?
+ask begin --run-folder "$run_folder" --attempt "$attempt" --last-step "$last_step" --steps "$steps" \
+    --max-requeues "$max_requeues" || code=$?
 case $code in
 0) ;;
 10) exit 0 ;; # finished

@@ -9,7 +9,7 @@ import pytest
 from depthbench.checkpoint import store
 from depthbench.checkpoint.fence import VARIABLE, Fence, SupersededError, claim, owner
 from depthbench.checkpoint.folder import published, remove_remnants
-from depthbench.training.provenance import write_status
+from depthbench.training.status import write_status
 from depthbench.training.trainer import train
 from tests.corpora import Corpus, snapshot, trainable_run
 from tests.harness import defer_world, start_workers

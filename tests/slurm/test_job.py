@@ -13,6 +13,7 @@ import pytest
 from depthbench.checkpoint import fence
 from depthbench.slurm import job
 from depthbench.slurm.attempts import Decision, Ended, Kind, append, read
+from depthbench.training.status import read_status
 
 LAST, MANY = 20, 50
 
@@ -63,21 +64,46 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_an_attempt_begins_by_owning_the_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
-    assert job.begin(tmp_path, "7.0", LAST, MANY) == 0
+    assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == 0
     assert fence.owner(tmp_path) == "7.0"
 
 
 def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str]) -> None:
     checkpoint(tmp_path, LAST)
-    assert job.begin(tmp_path, "7.0", LAST, MANY) == job.NOTHING_TO_DO
+    assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == job.NOTHING_TO_DO
     assert fence.owner(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "after"),
+    [
+        ("running", LAST, ("finished", LAST, "")),
+        ("failed", LAST + 1, ("stopped", LAST, f"train.stop_at={LAST}")),
+        ("finished", LAST, ("finished", 3, "")),
+        ("stopped", LAST, ("stopped", 3, "")),
+    ],
+)
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(
+    tmp_path: Path, slurm: dict[str, str], before: str, steps: int, after: tuple[str, int, str]
+) -> None:
+    """It could not say so; but nothing is left to do, so nobody else would. Unless another job is at work on it."""
+    checkpoint(tmp_path, LAST)
+    fence.claim(tmp_path, "6.0")
+    status(tmp_path, "6.0", before, 3)
+    slurm["squeue"] = "RUNNING\n"
+    assert job.begin(tmp_path, "7.0", LAST, steps, MANY) == job.NOTHING_TO_DO
+    assert read_status(tmp_path)["state"] == before
+    slurm["squeue"] = ""
+    assert job.begin(tmp_path, "7.0", LAST, steps, MANY) == job.NOTHING_TO_DO
+    told = read_status(tmp_path)
+    assert (told["state"], told["step"], told["reason"]) == after
 
 
 def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm: dict[str, str]) -> None:
     checkpoint(tmp_path, 10)
     metrics(tmp_path, 12)
-    job.begin(tmp_path, "7.0", LAST, MANY)
-    assert job.begin(tmp_path, "7.1", LAST, MANY) == 0
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    assert job.begin(tmp_path, "7.1", LAST, LAST, MANY) == 0
     (lost,) = read(job.journal(tmp_path))
     assert (lost.attempt, lost.kind, lost.step, lost.saved) == ("7.0", Kind.LOST, 12, 10)
     assert fence.owner(tmp_path) == "7.1"
@@ -87,39 +113,39 @@ def test_slurm_does_not_requeue_for_ever(
     tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither more often than allowed, nor without a new checkpoint."""
-    job.begin(tmp_path, "7.0", LAST, 0)
-    assert job.begin(tmp_path, "7.1", LAST, 0) == 1
+    job.begin(tmp_path, "7.0", LAST, LAST, 0)
+    assert job.begin(tmp_path, "7.1", LAST, LAST, 0) == 1
     assert "--max-requeues=0" in capsys.readouterr().out
     for restart in range(3):
         append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"), Decision(True, ""))
     fence.claim(tmp_path, "8.3")
-    assert job.begin(tmp_path, "8.4", LAST, MANY) == 1
+    assert job.begin(tmp_path, "8.4", LAST, LAST, MANY) == 1
     assert fence.owner(tmp_path) == "8.3"
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     slurm["squeue"] = "RUNNING\n"
-    assert job.begin(tmp_path, "8.0", LAST, MANY) == 1
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 1
     assert fence.owner(tmp_path) == "7.0"
     slurm["squeue"] = ""
-    assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 0
 
 
 def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
     """What its siblings do keeps nobody from submitting it again, and what Slurm does to them is not done to it."""
-    job.begin(tmp_path, "7_2.0", LAST, MANY)
+    job.begin(tmp_path, "7_2.0", LAST, LAST, MANY)
     slurm["squeue --noheader --jobs=7 --format=%T"] = "RUNNING\n"
-    assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 0
     slurm["squeue --noheader --jobs=9_2 --format=%T"] = "RUNNING\n"
-    job.begin(tmp_path, "9_2.0", LAST, MANY)
-    assert job.begin(tmp_path, "9_1.0", LAST, MANY) == 1
+    job.begin(tmp_path, "9_2.0", LAST, LAST, MANY)
+    assert job.begin(tmp_path, "9_1.0", LAST, LAST, MANY) == 1
 
     slurm["scontrol"] = "JobState=COMPLETING Reason=None Restarts=3"
     slurm["scontrol show job --oneliner 9_2"] = "JobState=COMPLETING Reason=TimeLimit Restarts=0"
     status(tmp_path, "9_2.0", "stopped", 12, "SIGUSR1")
     assert job.end(tmp_path, tmp_path, "9_2.0", 0, True, MANY) == job.REQUEUE
-    assert job.begin(tmp_path, "9_2.1", LAST, MANY) == 0
+    assert job.begin(tmp_path, "9_2.1", LAST, LAST, MANY) == 0
     assert [ended.attempt for ended in read(job.journal(tmp_path))] == ["9_2.0"]
 
 
@@ -203,7 +229,7 @@ def test_how_an_attempt_ended(
     checkpoint(tmp_path, 10)
     metrics(tmp_path, 12)
     logs = tmp_path / "slurm" / "logs" / "7.0"
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     prepare(tmp_path, logs)
     assert job.end(tmp_path, logs, "7.0", status_of_srun, interrupted, MANY) == code
     (ended,) = read(job.journal(tmp_path))
@@ -212,8 +238,8 @@ def test_how_an_attempt_ended(
 
 
 def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict[str, str]) -> None:
-    job.begin(tmp_path, "7.0", LAST, MANY)
-    job.begin(tmp_path, "8.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    job.begin(tmp_path, "8.0", LAST, LAST, MANY)
     before = (tmp_path / "slurm" / "attempts.jsonl").exists()
     assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
     assert (tmp_path / "slurm" / "attempts.jsonl").exists() == before
@@ -228,7 +254,7 @@ def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str
     error(logs, 1, "")
     (torn_error,) = (logs / "node-1").rglob("error.json")
     torn_error.write_bytes(torn)
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     (tmp_path / "status.json").write_bytes(torn)
     assert job.end(tmp_path, logs, "7.0", 1, False, MANY) == job.REQUEUE
     (ended,) = read(job.journal(tmp_path))
@@ -238,7 +264,7 @@ def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str
 def test_a_requeue_that_slurm_refuses_ends_the_job(
     tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     slurm["requeue"] = "Access denied"
     assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
     assert "Slurm refused to requeue the job: Access denied; go on with: sbatch" in capsys.readouterr().out

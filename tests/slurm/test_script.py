@@ -30,7 +30,7 @@ def submission(
     nodes: int = 2,
 ) -> Path:
     """The path of the script of a run in `folder`."""
-    job = Job(name, folder, folder / "slurm" / "1", stubs.python, nodes, 4, last_step=20, max_requeues=5)
+    job = Job(name, folder, folder / "slurm" / "1", stubs.python, nodes, 4, last_step=20, steps=20, max_requeues=5)
     write_submission(job, replace(trainable_run(NOWHERE, folder), name=name), render(job, settings or SlurmSettings()))
     return job.submission / "submit.sbatch"
 
@@ -110,6 +110,7 @@ def test_a_warning_reaches_the_processes_and_requeues(
     folder = tmp_path / "run"
     batch = stubs.start(
         submission(stubs, folder),
+        2,
         WAIT_FOR=str(stubs.notes / "scancel"),
         STATUS=stopped(f"{number}.0"),
         STATUS_FILE=str(folder / "status.json"),
@@ -150,7 +151,7 @@ def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> N
 
 
 def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) -> None:
-    job = Job("tiny", tmp_path, tmp_path / "1", stubs.python, 2, 4, 20, 5)
+    job = Job("tiny", tmp_path, tmp_path / "1", stubs.python, 2, 4, 20, 20, 5)
     assert HOSTILE.split("\n")[0] not in render(replace(job, name=HOSTILE), SlurmSettings())
 
 
@@ -195,7 +196,7 @@ def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> No
 @pytest.mark.parametrize("character", [":", ","])
 def test_a_folder_that_no_container_can_mount_is_refused(tmp_path: Path, character: str) -> None:
     folder = tmp_path / f"a{character}b"
-    job = Job("tiny", folder, folder / "1", "python", 1, 1, 20, 5)
+    job = Job("tiny", folder, folder / "1", "python", 1, 1, 20, 20, 5)
     with pytest.raises(UserError, match="a container cannot mount"):
         render(job, SlurmSettings(container=Container(Runtime.PYXIS, "image")))
 

@@ -160,7 +160,7 @@ def test_what_slurm_refuses_is_told(
 @pytest.mark.parametrize("name", ["a\x00b", "\udcff", "x" * 300])
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     run = trainable_run(NOWHERE, tmp_path / name)
-    job = Job("x", tmp_path / name, tmp_path / name / "slurm" / "1", "python", 1, 1, 4, 5)
+    job = Job("x", tmp_path / name, tmp_path / name / "slurm" / "1", "python", 1, 1, 4, 4, 5)
     with pytest.raises(UserError, match="cannot write the submission"):
         write_submission(job, run, render(job, SlurmSettings()))
 
