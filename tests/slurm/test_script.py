@@ -167,11 +167,22 @@ def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) ->
         {"environment": {"A B": "x"}},
         {"environment": {"A": "x\0y"}},
         {"warning_seconds": 0},
+        {"time_limit": "10"},  # the default warning's ten minutes
+        {"time_limit": "10:00"},
+        {"time_limit": "0:10:00"},
+        {"time_limit": "0-0:10"},
+        {"time_limit": "1-0", "warning_seconds": 24 * 3600},
+        {"time_limit": "1-1:01:01", "warning_seconds": 25 * 3600 + 61},
     ],
 )
 def test_what_sbatch_would_misread_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"slurm\."):
         SlurmSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("time_limit", ["11", "10:01", "0:10:01", "0-1", "0-0:11", "0-0:10:01", "0"])
+def test_a_limit_that_leaves_time_before_the_warning_is_taken(time_limit: str) -> None:
+    assert SlurmSettings(time_limit=time_limit).time_limit == time_limit
 
 
 def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_dry_run_needs_no_slurm(
         ),
         (["--max-requeues", "-1"], "local-slurm", "--max-requeues=-1 must be at least 0"),
         (["--time", "soon"], "local-slurm", "slurm.time_limit='soon'"),
+        (["--time", "1"], "local-slurm", "slurm.time_limit=1 (--time) is 60 s, and the run would be told to save "),
         (["data.tokenizer=nowhere.model"], "local-slurm", "nowhere.model"),
     ],
 )
