@@ -31,6 +31,7 @@ def script() -> str:
         nodes=nodes,
         gpus_per_node=cluster.gpus_per_node,
         last_step=run.train.steps,
+        steps=run.train.steps,
         max_requeues=MAX_REQUEUES,
     )
     return render(job, load_slurm("a100-80gb"))

@@ -10,9 +10,11 @@ Slurm job. So only what reads their tensors' metadata imports it.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +121,25 @@ def remove_remnants(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def make_way(path: Path) -> None:
-    """Remove a folder of a checkpoint's name that is none (it has no manifest), so that the real one can take it."""
-    shutil.rmtree(path, ignore_errors=True)
+def publish(writing: Path, path: Path, check_owner: Callable[[], None]) -> None:
+    """Give a complete save its name as a checkpoint.
+
+    A folder of that name that is no checkpoint (it has no manifest) makes way. One that is stays: it is the same step
+    of the same run, published by a survivor of an earlier attempt. check_owner: asked before either, since it may as
+    well be the next attempt's; raises what it raises.
+    """
+    try:
+        writing.rename(path)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    check_owner()
+    if (path / MANIFEST).is_file():
+        shutil.rmtree(writing, ignore_errors=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        writing.rename(path)
 
 
 def retire(root: Path, keep: int) -> None:

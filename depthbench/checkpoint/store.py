@@ -79,8 +79,8 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 _write_durably(writing / folder.MANIFEST, json.dumps(manifest, indent=1))
                 self.fence.check()
-                folder.make_way(self.root / name)
-                os.rename(writing, self.root / name)
+                folder.publish(writing, self.root / name, self.fence.check)
+                self.fence.check()  # the next attempt may be loading what is old now
                 folder.retire(self.root, self.config.keep)
             dist.barrier()
             self.report(f"checkpoint {name} published in {self.root}")

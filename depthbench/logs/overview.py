@@ -19,9 +19,11 @@ class RunState:
     """One run folder.
 
     state: `status.json`'s running, stopped, finished or failed; `silent` where a running one has written nothing for
-    long; `new` before its first start. step: the last one in its metrics; steps: how many it is to have. loss,
-    tokens_per_second: of that step. valid_loss: the newest. eta_seconds: to its end, at its pace of late, if it runs.
-    quiet_seconds: since it wrote. reason: why it stopped or failed.
+    long; `new` before its first start, `queued` if it was submitted. Where the last word is a job's, on how an attempt
+    ended: `requeued`, or stopped, finished, failed, lost or cancelled for good. step: the last one in its metrics;
+    steps: how many it is to have. loss, tokens_per_second: of that step. valid_loss: the newest. eta_seconds: to its
+    end, at its pace of late, if it runs. quiet_seconds: since it wrote. reason: why it stopped or failed, and what the
+    job decided.
     """
 
     folder: str
@@ -39,8 +41,8 @@ class RunState:
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """Run folders at or under `root`, by name; what lies inside a run's is its own."""
-    if (root / "run.yaml").is_file() or (root / "status.json").is_file():
+    """Run folders at or under `root`, by name; what lies inside a run's is its own, its submissions too."""
+    if (root / "run.yaml").is_file() or (root / "status.json").is_file() or _submissions(root):
         yield root
         return
     for entry in sorted(root.iterdir()) if root.is_dir() else ():
@@ -48,8 +50,15 @@ def run_folders(root: Path) -> Iterator[Path]:
             yield from run_folders(entry)
 
 
+def _submissions(folder: Path) -> list[Path]:
+    """What `depthbench submit` has written for jobs of this run, the newest last."""
+    scripts = [path for path in folder.glob("slurm/*/submit.sbatch") if path.parent.name.isdigit()]
+    return sorted((path.parent for path in scripts), key=lambda path: int(path.name))
+
+
 def read_state(folder: Path) -> RunState:
-    settings = _mapping(folder / "run.yaml")
+    submissions = _submissions(folder)
+    settings = _mapping(folder / "run.yaml") or (_mapping(submissions[-1] / "run.yaml") if submissions else {})
     status = _mapping(folder / "status.json")
     metrics = folder / "metrics.jsonl"
     lines = _last_lines(metrics)
@@ -60,7 +69,10 @@ def read_state(folder: Path) -> RunState:
         if (status or lines)
         else None
     )
-    state = str(status.get("state", "new"))
+    state = str(status.get("state", "queued" if submissions else "new"))
+    reason = str(status.get("reason", ""))
+    if ended := _last_word(folder):
+        state, reason = _after(ended)
     if state == "running" and quiet is not None and quiet > SILENT + 10 * last.get("step_seconds", 0.0):
         state = "silent"
     return RunState(
@@ -75,8 +87,24 @@ def read_state(folder: Path) -> RunState:
         tokens_per_second=last.get("tokens_per_second"),
         eta_seconds=last.get("eta_seconds") if state == "running" else None,
         quiet_seconds=quiet,
-        reason=str(status.get("reason", "")),
+        reason=reason,
     )
+
+
+def _last_word(folder: Path) -> dict[str, Any]:
+    """How the newest attempt of a job ended, if nothing has been said of the run since."""
+    journal, status = folder / "slurm" / "attempts.jsonl", folder / "status.json"
+    lines = _last_lines(journal)
+    if not lines or (status.is_file() and status.stat().st_mtime_ns > journal.stat().st_mtime_ns):
+        return {}
+    return lines[-1]
+
+
+def _after(ended: dict[str, Any]) -> tuple[str, str]:
+    """State and reason of a run whose newest attempt has ended so."""
+    kind = str(ended.get("kind"))
+    state = "requeued" if ended.get("requeue") else "stopped" if kind == "paused" else kind
+    return state, "" if state == "finished" else str(ended.get("why", ""))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

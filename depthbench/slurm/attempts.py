@@ -9,9 +9,10 @@ Imports nothing but the standard library: a job's script asks it on a node that 
 
 import enum
 import json
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 FAILURES_WITHOUT_CHECKPOINT = 3  # in a row, after which a job stops although each failed in its own way
@@ -33,8 +34,9 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that is over. step: the last one that it completed. saved: step of the newest complete checkpoint, 0
-    without one. refused: the error is a mistake of the user, which no further attempt mends."""
+    """An attempt that is over. attempt: JOB.RESTART, in an array JOB_TASK.RESTART. step: the last one that it
+    completed. saved: step of the newest complete checkpoint, 0 without one. refused: the error is a mistake of the
+    user, which no further attempt mends."""
 
     attempt: str
     kind: Kind
@@ -101,16 +103,23 @@ def decide(before: Sequence[Ended], now: Ended, max_requeues: int) -> Decision:
 def read(journal: Path) -> list[Ended]:
     """Attempts that are over, in order; a line that a crash cut short is left out."""
     found: list[Ended] = []
-    for line in journal.read_text().splitlines() if journal.is_file() else ():
+    names = [field.name for field in fields(Ended)]
+    for line in journal.read_bytes().splitlines() if journal.is_file() else ():
         try:
             values = json.loads(line)
-        except ValueError:
+            found.append(Ended(**{name: values[name] for name in names} | {"kind": Kind(values["kind"])}))
+        except (ValueError, KeyError, TypeError):
             continue
-        found.append(Ended(**{**values, "kind": Kind(values["kind"])}))
     return found
 
 
-def append(journal: Path, ended: Ended) -> None:
+def append(journal: Path, ended: Ended, decision: Decision) -> None:
+    """Note how an attempt ended, and for those who read it (`depthbench runs`) what was decided."""
     journal.parent.mkdir(parents=True, exist_ok=True)
-    with open(journal, "a") as file:
-        file.write(json.dumps({**asdict(ended), "kind": ended.kind.value}) + "\n")
+    line = {**asdict(ended), "kind": ended.kind.value, "requeue": decision.requeue, "why": decision.why}
+    with open(journal, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a crash cut the last line short
+                file.write(b"\n")
+        file.write(json.dumps(line).encode() + b"\n")

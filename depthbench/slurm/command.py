@@ -1,7 +1,6 @@
 """`depthbench submit RUN --cluster NAME`: a run as a job of several nodes, checked before it is queued."""
 
 import argparse
-import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from . import snapshot
 from .placement import check_nodes, checked_plan, least_nodes
 from .script import TEMPLATES, Job, render
 from .settings import SlurmSettings, load_slurm
-from .sweep import array_script, load_sweep, members
+from .sweep import array_script, assignment, load_sweep, members
 
 MAX_REQUEUES = 50
 
@@ -63,6 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_array(args: argparse.Namespace) -> int:
     name, sweep = load_sweep(args.array)
+    given = {word.partition("=")[0] for word in args.overrides} | sweep.grid.keys()
+    if own := sorted(given & {"name", "run_dir"}):
+        raise UserError(
+            f"{own[0]}=... cannot be set with --array: each run's name and folder come from the sweep's, "
+            f"runs/{name}/VALUES; rename the sweep's file, or start in another folder"
+        )
     root = Path.cwd() / "runs" / name
     found = [
         _checked(
@@ -70,8 +75,8 @@ def _run_array(args: argparse.Namespace) -> int:
             [
                 *args.overrides,
                 *words,
-                f"run_dir={json.dumps(str(root / member))}",
-                f"name={json.dumps(f'{name}-{member}')}",
+                assignment("run_dir", str(root / member)),
+                assignment("name", f"{name}-{member}"),
             ],
         )
         for member, words in members(sweep).items()
@@ -93,7 +98,7 @@ def _run_array(args: argparse.Namespace) -> int:
     for submission in found:
         submission.write()
     file = root / "submit.sbatch"
-    file.write_text(array_script([one.job.submission / "submit.sbatch" for one in found], sweep.limit))
+    file.write_text(array_script(name, [one.job for one in found], found[0].slurm, sweep.limit), encoding="utf-8")
     return _submit(file, f"{len(found)} runs, {sweep.limit} at a time, in {root}")
 
 
@@ -170,6 +175,7 @@ def _job(settings: RunConfig, nodes: int, gpus_per_node: int, max_requeues: int)
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         last_step=min(settings.train.steps, settings.train.stop_at or settings.train.steps),
+        steps=settings.train.steps,
         max_requeues=max_requeues,
     )
 
@@ -181,8 +187,8 @@ def write_submission(job: Job, settings: RunConfig, script: str) -> None:
     """
     try:
         job.submission.mkdir(parents=True)
-        write_settings(job.submission / "run.yaml", settings)
         (job.submission / "submit.sbatch").write_text(script, encoding="utf-8")
+        write_settings(job.submission / "run.yaml", settings)
         copy(TEMPLATES / "node.sh", job.submission)
         snapshot.take(job.submission / "code")
     except UserError:

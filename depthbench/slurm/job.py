@@ -9,22 +9,25 @@ import json
 import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from depthbench.checkpoint import fence
 from depthbench.checkpoint.folder import latest
+from depthbench.training.status import read_status, settle_status
 
-from .attempts import Ended, Kind, append, decide, read
+from .attempts import Decision, Ended, Kind, append, decide, read
 
 NOTHING_TO_DO = 10  # exit statuses that the script reads
 REQUEUE = 11
 _FIRST_PORT, _PORTS = 10_000, 20_000
+_TRIES, _PAUSE_SECONDS = 30, 10.0  # of a requeue: five minutes
 
 
 def port(job: int, restart: int) -> int:
     """The port at which the ranks of an attempt meet: another for each job, and for each attempt of a job, since a
-    survivor of the one before may still hold that one's.
+    survivor of the one before may still hold that one's. job: its id, of its own also in an array.
 
     Above X11's and Slurm's own, below Linux's ephemeral range (32768 and up), of which any process may take one.
     """
@@ -35,23 +38,27 @@ def journal(folder: Path) -> Path:
     return folder / "slurm" / "attempts.jsonl"
 
 
-def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
-    """Make `attempt` the owner of the run folder. Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or
-    1 where no further attempt should be made."""
-    saved = _saved(folder)
+def begin(folder: Path, attempt: str, last_step: int, steps: int, max_requeues: int) -> int:
+    """Make `attempt` the owner of the run folder. last_step: the last one to train now. steps: of the whole run.
+
+    Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or 1 where no further attempt should be made.
+    """
+    saved, before, owner = _saved(folder), read(journal(folder)), fence.owner(folder)
+    busy = owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0])
     if saved >= last_step:
         print(f"attempt {attempt}: the run has reached step {saved} of {last_step}; nothing to do")
+        if not busy:
+            settle_status(folder, saved, steps)
         return NOTHING_TO_DO
-    before, owner = read(journal(folder)), fence.owner(folder)
-    if owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0]):
+    if owner and busy:
         print(f"attempt {attempt}: job {owner.split('.')[0]} is running in {folder}: cancel it, or this job is no use")
         return 1
     if owner and owner.split(".")[0] == attempt.split(".")[0] and owner not in {ended.attempt for ended in before}:
         lost = Ended(
             owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node"
         )
-        append(journal(folder), lost)
         decision = decide(before, lost, max_requeues)
+        append(journal(folder), lost, decision)
         print(f"attempt {owner}: {decision.why}")
         if not decision.requeue:
             return decision.code
@@ -61,17 +68,25 @@ def begin(folder: Path, attempt: str, last_step: int, max_requeues: int) -> int:
 
 
 def end(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool, max_requeues: int) -> int:
-    """Note how an attempt ended, and decide. status: of srun. interrupted: whether the script got SIGTERM.
+    """Note how an attempt ended, decide, and have Slurm requeue the job if that is the decision. status: of srun.
+    interrupted: whether the script got SIGTERM.
 
-    Returns the exit status that the job shall have, or REQUEUE.
+    Returns the exit status that the job shall have, or REQUEUE where Slurm ends and requeues it now.
     """
     ended = _ended(folder, logs, attempt, status, interrupted)
     before = read(journal(folder))
     decision = decide(before, ended, max_requeues)
     if ended.kind is not Kind.SUPERSEDED:
-        append(journal(folder), ended)
-    print(f"attempt {attempt}: {decision.why}")
-    return REQUEUE if decision.requeue else decision.code
+        append(journal(folder), ended, decision)
+    print(f"attempt {attempt}: {decision.why}", flush=True)
+    if not decision.requeue:
+        return decision.code
+    if not (refusal := _requeue(ended.job)):
+        return REQUEUE
+    refused = Decision(False, f"Slurm refused to requeue the job: {refusal}; go on with: sbatch submit.sbatch")
+    append(journal(folder), ended, refused)
+    print(f"attempt {attempt}: {refused.why}")
+    return refused.code
 
 
 def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: bool) -> Ended:
@@ -87,7 +102,7 @@ def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: boo
         return ended(Kind.SUPERSEDED, f"attempt {owner} owns the run folder")
     if (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
         return ended(Kind.SUPERSEDED, f"Slurm gave this node up, and has restarted the job {restarts[1]} times")
-    told = _status(folder)
+    told = read_status(folder)
     if told.get("attempt") == attempt and told["state"] in ("finished", "stopped"):
         if told["state"] == "finished":
             return ended(Kind.FINISHED, step=told["step"])
@@ -117,29 +132,24 @@ def _reached(folder: Path) -> int:
     """The last step that any attempt completed."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+    except OSError:
         return 0
-    whole = [line for line in lines if line.endswith(b"\n")]
-    step: int = json.loads(whole[-1])["step"] if whole else 0
-    return step
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((folder / "status.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):  # a lost node may leave anything
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return 0
 
 
 def _errors(logs: Path) -> list[str]:
     """What processes said when they died, the first to die first: torchrun has each write `error.json` into its logs.
-    Later ones are mostly of those that lost a partner."""
+    Later ones are mostly of those that lost a partner. One that was killed while it wrote has said nothing."""
     files = sorted(logs.glob("node-*/**/error.json"), key=lambda file: file.stat().st_mtime_ns)
     found = []
     for file in files:
-        message = json.loads(file.read_text())["message"]
-        found.append(str(message["message"] if isinstance(message, dict) else message))
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(file.read_bytes())["message"]
+            found.append(str(message["message"] if isinstance(message, dict) else message))
     return found
 
 
@@ -149,6 +159,21 @@ def _slurm(*words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def _requeue(job: str) -> str:
+    """Have Slurm requeue the job, which ends its script. Returns nothing, or what Slurm said if it refused again and
+    again: its controller may only be away for a moment."""
+    said = ""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_PAUSE_SECONDS)
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+        if done.returncode == 0:
+            return ""
+        said = done.stderr.strip() or f"scontrol's exit status is {done.returncode}"
+        print(f"job {job}: not requeued, {attempt + 1} of {_TRIES} tries: {said}", flush=True)
+    return said
 
 
 def _running(job: str) -> bool:
@@ -168,24 +193,26 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name in ("begin", "end", "port"):
         verb = verbs.add_parser(name)
-        verb.add_argument("--attempt", required=True, metavar="JOB.RESTART")
         if name == "port":
+            verb.add_argument("--job", type=int, required=True)
+            verb.add_argument("--restart", type=int, required=True)
             continue
+        verb.add_argument("--attempt", required=True, metavar="JOB[_TASK].RESTART")
         verb.add_argument("--run-folder", type=Path, required=True)
         verb.add_argument("--max-requeues", type=int, required=True)
         if name == "begin":
             verb.add_argument("--last-step", type=int, required=True)
+            verb.add_argument("--steps", type=int, required=True)
         else:
             verb.add_argument("--logs", type=Path, required=True)
             verb.add_argument("--status", type=int, required=True)
             verb.add_argument("--interrupted", action="store_true")
     args = parser.parse_args()
     if args.verb == "port":
-        job, restart = args.attempt.split(".")
-        print(port(int(job), int(restart)))
+        print(port(args.job, args.restart))
         return 0
     if args.verb == "begin":
-        return begin(args.run_folder, args.attempt, args.last_step, args.max_requeues)
+        return begin(args.run_folder, args.attempt, args.last_step, args.steps, args.max_requeues)
     return end(args.run_folder, args.logs, args.attempt, args.status, args.interrupted, args.max_requeues)
 
 

@@ -21,7 +21,8 @@ TEMPLATES = LAUNCH / "slurm"
 
 @dataclass(frozen=True)
 class Job:
-    """submission: its folder. python: the interpreter that submits. last_step: at which the run is finished."""
+    """submission: its folder. python: the interpreter that submits. last_step: the last one to
+    train now. steps: of the whole run."""
 
     name: str
     run_folder: Path
@@ -30,6 +31,7 @@ class Job:
     nodes: int
     gpus_per_node: int
     last_step: int
+    steps: int
     max_requeues: int
 
 
@@ -38,12 +40,17 @@ def render(job: Job, settings: SlurmSettings) -> str:
 
     Raises UserError for a path that the container's runtime could not be told.
     """
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings)), ""]
+    lines = header(job, settings)
     lines += [f"{name}={shlex.quote(str(value))}" for name, value in _values(job, settings).items()]
     for name, words in _container(job, settings).items():
         lines.append(f"{name}=({' '.join(shlex.quote(word) for word in words)})")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(settings).items()]
     return "\n".join(lines) + "\n\n" + (TEMPLATES / "batch.sh").read_text()
+
+
+def header(job: Job, settings: SlurmSettings, *more: str) -> list[str]:
+    """What sbatch reads of a script: the first lines, up to an empty one. more: further options."""
+    return ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*_options(job, settings), *more]), ""]
 
 
 def _options(job: Job, settings: SlurmSettings) -> list[str]:
@@ -70,6 +77,7 @@ def _values(job: Job, settings: SlurmSettings) -> dict[str, str | int | Path]:
         "rank_python": settings.container.python if settings.container else job.python,
         "processes_per_node": job.gpus_per_node,
         "last_step": job.last_step,
+        "steps": job.steps,
         "max_requeues": job.max_requeues,
     }
 

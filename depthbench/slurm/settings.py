@@ -26,6 +26,17 @@ def directive(name: str, value: str) -> str:
     return value
 
 
+def _seconds(time_limit: str) -> int:
+    """Of sbatch's forms: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 class Runtime(enum.Enum):
     """pyxis: srun's plug-in for Enroot. apptainer: the command of that name."""
 
@@ -65,14 +76,22 @@ class SlurmSettings:
         positive("slurm", warning_seconds=self.warning_seconds, timeout_seconds=self.timeout_seconds)
         if not _TIME.fullmatch(self.time_limit):
             raise UserError(f"slurm.time_limit={self.time_limit!r}: give minutes, H:M:S or D-H:M:S")
+        limit = _seconds(self.time_limit)
+        if 0 < limit <= self.warning_seconds:  # Slurm takes 0 for no limit
+            raise UserError(
+                f"slurm.time_limit={self.time_limit} (--time) is {limit} s, and the run would be told to save "
+                f"slurm.warning_seconds={self.warning_seconds} s before its end: set a longer limit or a later warning"
+            )
         if self.partition:
             directive("slurm.partition", self.partition)
         for option in self.options:
             if not directive("slurm.options", option).startswith("--"):
                 raise UserError(f"slurm.options has {option!r}: give --name or --name=value")
-        for name in self.environment:
+        for name, value in self.environment.items():
             if not _VARIABLE.fullmatch(name):
                 raise UserError(f"slurm.environment names a variable {name!r}: letters, digits and _ only")
+            if "\0" in value:
+                raise UserError(f"slurm.environment.{name}={value!r}: no variable can hold the character NUL")
 
 
 def load_slurm(name: str) -> SlurmSettings:

@@ -8,8 +8,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -18,6 +17,9 @@ from depthbench.config.build import build
 from depthbench.config.load import group_file, read_yaml
 from depthbench.config.schema import positive
 from depthbench.errors import UserError
+
+from .script import Job, header
+from .settings import SlurmSettings
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,13 @@ def _text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
-def array_script(scripts: Sequence[Path], limit: int) -> str:
-    """scripts: of the runs, which all ask for the same nodes."""
-    options = [line for line in scripts[0].read_text().splitlines() if line.startswith("#SBATCH ")]
-    command = options.index(next(line for line in options if line.startswith("#SBATCH --job-name=")))
-    options[command] = f"{options[command]}-sweep"
-    options.append(f"#SBATCH --array=0-{len(scripts) - 1}%{limit}")
-    runs = "\n".join(f"    {shlex.quote(str(script))}" for script in scripts)
-    return "\n".join(
-        ["#!/bin/bash", *options, "", f"runs=(\n{runs}\n)", 'exec bash -- "${runs[$SLURM_ARRAY_TASK_ID]}"', ""]
-    )
+def assignment(key: str, text: str) -> str:
+    """The override that sets `key` to `text`, whatever characters it has."""
+    return f"{key}={yaml.safe_dump(text, default_style=chr(34), width=10**6).rstrip()}"
+
+
+def array_script(name: str, jobs: Sequence[Job], settings: SlurmSettings, limit: int) -> str:
+    """name: the array's. jobs: the runs', which all ask for the same nodes."""
+    lines = header(replace(jobs[0], name=name), settings, f"--array=0-{len(jobs) - 1}%{limit}")
+    runs = "\n".join(f"    {shlex.quote(str(job.submission / 'submit.sbatch'))}" for job in jobs)
+    return "\n".join([*lines, f"runs=(\n{runs}\n)", 'exec bash -- "${runs[$SLURM_ARRAY_TASK_ID]}"', ""])

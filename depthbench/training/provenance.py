@@ -11,7 +11,6 @@ import torch
 import yaml
 
 import depthbench
-from depthbench.checkpoint.fence import Fence
 from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
 
@@ -66,18 +65,3 @@ def record(run: RunConfig, folder: Path, world_size: int, step: int) -> None:
         current.rename(folder / f"run.until-step-{step}.yaml")
     current.write_text(text)
     (folder / "environment.json").write_text(json.dumps(environment(world_size), indent=1))
-
-
-def write_status(folder: Path, state: str, step: int, reason: str = "") -> None:
-    """`status.json`, the marker that launchers read: running, stopped (resume me), finished or failed.
-
-    Raises SupersededError if another attempt owns the run folder.
-    """
-    fence = Fence(folder)
-    fence.check()
-    content = {"state": state, "step": step, "reason": reason}
-    if fence.attempt:
-        content["attempt"] = fence.attempt
-    partial = folder / "status.json.tmp"
-    partial.write_text(json.dumps(content))
-    partial.replace(folder / "status.json")

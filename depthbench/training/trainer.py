@@ -38,9 +38,10 @@ from .guard import NonFiniteError, SpikeGuard, first_bad_gradient, first_bad_lay
 from .layer_stats import LayerStats
 from .optimizer import Optimizer
 from .preflight import Preflight, checkpoints_of, preflight
-from .provenance import record, write_status
+from .provenance import record
 from .schedule import learning_rate
 from .signals import StopSignals
+from .status import settle_status, write_status
 from .step import run_microbatches
 from .wrapped import wrap
 
@@ -59,6 +60,7 @@ def train(run: RunConfig) -> int:
         assert ready.resume
         if rank == 0:
             print(f"{run.name} is finished: {ready.resume.path} is step {ready.resume.step} of {ready.last_step}")
+            settle_status(ready.folder, ready.resume.step, run.train.steps)
         return 0
     context = startup.start(run)
     trainer = Trainer(run, ready, context)
@@ -108,7 +110,10 @@ class Trainer:
         self.guard = SpikeGuard(run.train, norms)
         self.signals = StopSignals()
         self.console = ConsoleLog(ready.last_step, self.step) if self.leads else None
-        self.metrics = MetricsLog(run.log, run.name, ready.folder, self.step, plain(run)) if self.leads else None
+        self.metrics: MetricsLog | None = None
+        if self.leads:
+            self.fence.check()  # again, after all that loading: files are cut back now
+            self.metrics = MetricsLog(run.log, run.name, ready.folder, self.step, plain(run))
         self.writer = CheckpointWriter(checkpoints_of(ready.folder), run.checkpoint, self.say)
         self.session: Session | None = None
         self.flops = train_per_token(run)

@@ -2,12 +2,15 @@
 # the processes when time is nearly up, and has depthbench.slurm.job decide what follows when they have ended.
 set -euo pipefail
 : "${SLURM_JOB_ID:?this script runs under Slurm: sbatch submit.sbatch}"
-attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+job=$SLURM_JOB_ID
+# in an array, the last task's id is the array's, and Slurm's commands would take it for all of its tasks
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+attempt=$job.${SLURM_RESTART_COUNT:-0}
 logs=$run_folder/slurm/logs/$attempt
 mkdir -p -- "$logs"
 exec >> "$logs/batch.log" 2>&1
 fatal() {
-    echo "depthbench: job $SLURM_JOB_ID: $*"
+    echo "depthbench: job $job: $*"
     exit 1
 }
 cd -- "$submission/code" # the code as it was at submission; Python looks here first
@@ -17,24 +20,27 @@ ask_to_stop() { # again and again: a process that is still starting ignores the 
     time_is_up=1
     if [ -z "$step" ] || [ -n "$asking" ]; then return; fi
     echo "attempt $attempt: asked to stop $(date +%T)"
-    while :; do scancel --signal=USR1 "$SLURM_JOB_ID" && sleep 5 || sleep 1; done &
+    while :; do scancel --signal=USR1 "$job" && sleep 5 || sleep 1; done &
     asking=$!
 }
 trap ask_to_stop USR1        # Slurm's warning before the time limit or a preemption
 trap 'interrupted=1' TERM    # Slurm ends the job: the limit, a preemption, scancel
-job() { "$host_python" -m depthbench.slurm.job "$@"; }
+ask() ( # Slurm signals all that runs here, but a decision has to be written down
+    trap "" TERM USR1
+    exec "$host_python" -m depthbench.slurm.job "$@"
+)
 
 # no fallback: with another address than the others have, each node would wait or train alone
 command -v scontrol > /dev/null || fatal "scontrol is not on PATH, so the head node cannot be found"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fatal "scontrol does not know the nodes $SLURM_JOB_NODELIST"
 master_addr=${nodes%%$'\n'*}
 [ -n "$master_addr" ] || fatal "scontrol names no node in $SLURM_JOB_NODELIST"
-master_port=$(job port --attempt "$attempt")
+master_port=$(ask port --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}")
 echo "attempt $attempt: nodes $SLURM_JOB_NODELIST, ranks meet at $master_addr:$master_port"
 
 code=0
-job begin --run-folder "$run_folder" --attempt "$attempt" --last-step "$last_step" --max-requeues "$max_requeues" ||
-    code=$?
+ask begin --run-folder "$run_folder" --attempt "$attempt" --last-step "$last_step" --steps "$steps" \
+    --max-requeues "$max_requeues" || code=$?
 case $code in
 0) ;;
 10) exit 0 ;; # finished
@@ -57,7 +63,6 @@ done
 
 words=(--run-folder "$run_folder" --attempt "$attempt" --max-requeues "$max_requeues" --logs "$logs" --status "$code")
 code=0
-job end "${words[@]}" ${interrupted:+--interrupted} || code=$?
+ask end "${words[@]}" ${interrupted:+--interrupted} || code=$?
 [ "$code" = 11 ] || exit "$code"
-scontrol requeue "$SLURM_JOB_ID" || fatal "Slurm refused to requeue it; go on with: sbatch submit.sbatch"
 until [ -n "$interrupted" ]; do sleep 1; done # Slurm ends this script now

@@ -95,3 +95,71 @@ def test_places_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "no runs in" in capsys.readouterr().out
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
     assert "none is no folder" in capsys.readouterr().err
+
+
+def a_submission(folder: Path, number: int = 1, name: str = "trial") -> Path:
+    """As `depthbench submit` leaves it."""
+    inside = folder / "slurm" / str(number)
+    inside.mkdir(parents=True)
+    (inside / "run.yaml").write_text(f"name: {name}\nresidual: {{architecture: hc, streams: 4}}\ntrain: {{steps: 9}}\n")
+    (inside / "submit.sbatch").write_text("#!/bin/bash\n")
+    return folder
+
+
+def journal(folder: Path, age: float, *ended: dict[str, Any]) -> None:
+    """What the job noted, `age` seconds ago; what a crash cut short counts for nothing."""
+    file = folder / "slurm" / "attempts.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in ended) + '{"attempt": "7.')
+    os.utime(file, (time.time() - age,) * 2)
+
+
+def test_queued_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before their first start there is nothing but submissions, which are no runs; in a sweep's folder too."""
+    a_submission(tmp_path / "a", 9)
+    a_submission(tmp_path / "a", 10, name="newer")
+    a_submission(tmp_path / "sweep" / "hc-0.1")
+    (tmp_path / "sweep" / "submit.sbatch").write_text("#!/bin/bash\n")
+    a_submission(a_run(tmp_path / "slurm" / "1", "finished"))  # a sweep of that name
+    found = {str(Path(state["folder"]).relative_to(tmp_path)): state for state in said(capsys, str(tmp_path))}
+    assert {name: state["state"] for name, state in found.items()} == {
+        "a": "queued",
+        "slurm/1": "finished",
+        "sweep/hc-0.1": "queued",
+    }
+    assert (found["a"]["name"], found["a"]["architecture"], found["a"]["steps"]) == ("newer", "hc", 9)
+
+
+FAILED = {
+    "attempt": "7.0",
+    "kind": "failed",
+    "requeue": True,
+    "why": "failed at step 2 (peer); the next resumes from 0",
+}
+GIVEN_UP = {"attempt": "7.1", "kind": "failed", "requeue": False, "why": "attempts 7.0 and 7.1 failed alike"}
+
+
+@pytest.mark.parametrize(
+    ("status", "ended", "state", "reason"),
+    [
+        (None, [FAILED], "requeued", FAILED["why"]),
+        (None, [FAILED, GIVEN_UP], "failed", GIVEN_UP["why"]),
+        ("running", [FAILED, GIVEN_UP], "failed", GIVEN_UP["why"]),
+        ("running", [{"attempt": "7.0", "kind": "lost", "requeue": False, "why": "no more"}], "lost", "no more"),
+        ("stopped", [{"attempt": "7.0", "kind": "stopped", "requeue": True, "why": "SIGUSR1"}], "requeued", "SIGUSR1"),
+        ("stopped", [{"attempt": "7.0", "kind": "paused", "requeue": False, "why": "at 5"}], "stopped", "at 5"),
+        ("finished", [{"attempt": "7.0", "kind": "finished", "requeue": False, "why": "at 9"}], "finished", ""),
+    ],
+)
+def test_a_jobs_word_on_an_attempt_that_has_ended(
+    tmp_path: Path, status: str | None, ended: list[dict[str, Any]], state: str, reason: str
+) -> None:
+    """Its processes may have had no time to write one, or said that they run."""
+    folder = a_submission(a_run(tmp_path / "a", status, age=20))
+    journal(folder, 10, *ended)
+    assert (read_state(folder).state, read_state(folder).reason) == (state, reason)
+
+
+def test_the_next_attempt_has_the_last_word(tmp_path: Path) -> None:
+    folder = a_submission(a_run(tmp_path / "a", "running", steps=(1, 2), age=5))
+    journal(folder, 10, FAILED)
+    assert (read_state(folder).state, read_state(folder).reason) == ("running", "")

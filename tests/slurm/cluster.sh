@@ -76,8 +76,10 @@ CONF
 
 start() {
     if [ -e "$SLURM_CONF" ] && [ "$(idle)" = $nodes ]; then return; fi
-    if ! command -v slurmctld slurmd sbatch munged > /dev/null; then
-        say "installing it"
+    missing=() # `command -v` of several is content with one
+    for program in slurmctld slurmd sbatch munged; do command -v $program > /dev/null || missing+=($program); done
+    if [ ${#missing[@]} -gt 0 ]; then
+        say "installing ${missing[*]}"
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client \
             munge > /dev/null

@@ -25,8 +25,17 @@ exit $code
 """
 SCONTROL = """\
 case $1 in
-show) if [ "$2" = hostnames ]; then printf 'first\\nsecond\\nthird\\n'; else echo "JobState=RUNNING"; fi ;;
-requeue) printf '%s\\0' "$@" > "$NOTES/requeue"; kill -TERM $PPID ;;
+show) if [ "$2" = hostnames ]; then
+        printf 'first\\nsecond\\nthird\\n'
+    else # Slurm may end a job at any moment, and signals all its processes
+        kill -TERM $PPID
+        kill -USR1 $PPID
+        echo "JobState=RUNNING"
+    fi ;;
+requeue)
+    printf '%s\\0' "$@" > "$NOTES/requeue"
+    read -r _ _ _ script _ < "/proc/$PPID/stat" # the parent of Python, which asks for it
+    kill -TERM "$script" ;;
 esac
 """
 SCANCEL = """printf '%s\\0' "$@" > "$NOTES/scancel" """
@@ -46,6 +55,20 @@ while [ "$1" != image.sif ]; do shift; done
 shift
 exec "$@"
 """
+
+
+# a name, path or value that should reach the job as it is
+HOSTILE = "a b'c\"d,e$(touch pwned)`touch pwned`;touch pwned&\\ \n#SBATCH --nodes=99\n-x %j ü"
+
+
+def directives(script: Path) -> list[str]:
+    """What sbatch reads: up to the first line that is a command."""
+    found = []
+    for line in script.read_text().splitlines()[1:]:
+        if line.strip() and not line.startswith("#"):
+            break
+        found += [line] if line.startswith("#SBATCH") else []
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """What follows when an attempt has ended."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from depthbench.slurm.attempts import Ended, Kind, append, decide, read
+from depthbench.slurm.attempts import Decision, Ended, Kind, append, decide, read
 
 FAILED = Ended("7.0", Kind.FAILED, step=12, saved=10, reason="RuntimeError: Connection closed by peer [10.0.0.3]:41210")
 MANY = 50
@@ -74,12 +75,16 @@ def test_a_mistake_of_the_user_is_not_tried_again() -> None:
 
 
 def test_the_journal_gives_back_what_it_got(tmp_path: Path) -> None:
-    """Also when a crash has cut its last line short."""
+    """Also when crashes have cut lines short, the last and one before it; and it tells others what was decided."""
     journal = tmp_path / "slurm" / "attempts.jsonl"
     assert read(journal) == []
     ended = [FAILED, Ended("7.1", Kind.FINISHED, 20, 20)]
     for one in ended:
-        append(journal, one)
-    with open(journal, "a") as file:
-        file.write('{"attempt": "7.2", "ki')
-    assert read(journal) == ended
+        append(journal, one, Decision(one is FAILED, "why"))
+        with open(journal, "a") as file:
+            file.write('{"attempt": "7.2", "ki')
+        assert read(journal) == ended[: ended.index(one) + 1]
+    told = [json.loads(line) for line in journal.read_text().splitlines()[::2]]
+    assert [(line["requeue"], line["why"]) for line in told] == [(True, "why"), (False, "why")]
+    journal.write_bytes(b'7\nnull\n{"attempt": "7.0"}\n{"kind": 3}\n\xff\0\n')
+    assert read(journal) == []

@@ -12,7 +12,8 @@ import pytest
 
 from depthbench.checkpoint import fence
 from depthbench.slurm import job
-from depthbench.slurm.attempts import Ended, Kind, append, read
+from depthbench.slurm.attempts import Decision, Ended, Kind, append, read
+from depthbench.training.status import read_status
 
 LAST, MANY = 20, 50
 
@@ -37,9 +38,9 @@ def checkpoint(folder: Path, step: int) -> None:
     (path / "manifest.json").write_text("{}")
 
 
-def metrics(folder: Path, step: int) -> None:
+def metrics(folder: Path, step: int, then: bytes = b'{"step": 99') -> None:
     lines = [json.dumps({"step": number, "loss": 1.0}) + "\n" for number in range(1, step + 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 99')
+    (folder / "metrics.jsonl").write_bytes("".join(lines).encode() + then)
 
 
 def status(folder: Path, attempt: str, state: str, step: int, reason: str = "") -> None:
@@ -55,28 +56,54 @@ def error(logs: Path, node: int, text: str) -> None:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What Slurm's commands print, by name."""
-    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None"}
-    monkeypatch.setattr(job, "_slurm", lambda name, *words: said[name])
+    """What Slurm's commands print, by name, or by the whole command. `requeue`: why it refuses that."""
+    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None", "requeue": ""}
+    monkeypatch.setattr(job, "_slurm", lambda *words: said.get(" ".join(words), said[words[0]]))
+    monkeypatch.setattr(job, "_requeue", lambda number: said["requeue"])
     return said
 
 
 def test_an_attempt_begins_by_owning_the_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
-    assert job.begin(tmp_path, "7.0", LAST, MANY) == 0
+    assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == 0
     assert fence.owner(tmp_path) == "7.0"
 
 
 def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str]) -> None:
     checkpoint(tmp_path, LAST)
-    assert job.begin(tmp_path, "7.0", LAST, MANY) == job.NOTHING_TO_DO
+    assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == job.NOTHING_TO_DO
     assert fence.owner(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "after"),
+    [
+        ("running", LAST, ("finished", LAST, "")),
+        ("failed", LAST + 1, ("stopped", LAST, f"train.stop_at={LAST}")),
+        ("finished", LAST, ("finished", 3, "")),
+        ("stopped", LAST, ("stopped", 3, "")),
+    ],
+)
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(
+    tmp_path: Path, slurm: dict[str, str], before: str, steps: int, after: tuple[str, int, str]
+) -> None:
+    """It could not say so; but nothing is left to do, so nobody else would. Unless another job is at work on it."""
+    checkpoint(tmp_path, LAST)
+    fence.claim(tmp_path, "6.0")
+    status(tmp_path, "6.0", before, 3)
+    slurm["squeue"] = "RUNNING\n"
+    assert job.begin(tmp_path, "7.0", LAST, steps, MANY) == job.NOTHING_TO_DO
+    assert read_status(tmp_path)["state"] == before
+    slurm["squeue"] = ""
+    assert job.begin(tmp_path, "7.0", LAST, steps, MANY) == job.NOTHING_TO_DO
+    told = read_status(tmp_path)
+    assert (told["state"], told["step"], told["reason"]) == after
 
 
 def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm: dict[str, str]) -> None:
     checkpoint(tmp_path, 10)
     metrics(tmp_path, 12)
-    job.begin(tmp_path, "7.0", LAST, MANY)
-    assert job.begin(tmp_path, "7.1", LAST, MANY) == 0
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    assert job.begin(tmp_path, "7.1", LAST, LAST, MANY) == 0
     (lost,) = read(job.journal(tmp_path))
     assert (lost.attempt, lost.kind, lost.step, lost.saved) == ("7.0", Kind.LOST, 12, 10)
     assert fence.owner(tmp_path) == "7.1"
@@ -86,23 +113,40 @@ def test_slurm_does_not_requeue_for_ever(
     tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither more often than allowed, nor without a new checkpoint."""
-    job.begin(tmp_path, "7.0", LAST, 0)
-    assert job.begin(tmp_path, "7.1", LAST, 0) == 1
+    job.begin(tmp_path, "7.0", LAST, LAST, 0)
+    assert job.begin(tmp_path, "7.1", LAST, LAST, 0) == 1
     assert "--max-requeues=0" in capsys.readouterr().out
     for restart in range(3):
-        append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"))
+        append(job.journal(tmp_path), Ended(f"8.{restart}", Kind.LOST, 3, 0, "node"), Decision(True, ""))
     fence.claim(tmp_path, "8.3")
-    assert job.begin(tmp_path, "8.4", LAST, MANY) == 1
+    assert job.begin(tmp_path, "8.4", LAST, LAST, MANY) == 1
     assert fence.owner(tmp_path) == "8.3"
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     slurm["squeue"] = "RUNNING\n"
-    assert job.begin(tmp_path, "8.0", LAST, MANY) == 1
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 1
     assert fence.owner(tmp_path) == "7.0"
     slurm["squeue"] = ""
-    assert job.begin(tmp_path, "8.0", LAST, MANY) == 0
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 0
+
+
+def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """What its siblings do keeps nobody from submitting it again, and what Slurm does to them is not done to it."""
+    job.begin(tmp_path, "7_2.0", LAST, LAST, MANY)
+    slurm["squeue --noheader --jobs=7 --format=%T"] = "RUNNING\n"
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 0
+    slurm["squeue --noheader --jobs=9_2 --format=%T"] = "RUNNING\n"
+    job.begin(tmp_path, "9_2.0", LAST, LAST, MANY)
+    assert job.begin(tmp_path, "9_1.0", LAST, LAST, MANY) == 1
+
+    slurm["scontrol"] = "JobState=COMPLETING Reason=None Restarts=3"
+    slurm["scontrol show job --oneliner 9_2"] = "JobState=COMPLETING Reason=TimeLimit Restarts=0"
+    status(tmp_path, "9_2.0", "stopped", 12, "SIGUSR1")
+    assert job.end(tmp_path, tmp_path, "9_2.0", 0, True, MANY) == job.REQUEUE
+    assert job.begin(tmp_path, "9_2.1", LAST, LAST, MANY) == 0
+    assert [ended.attempt for ended in read(job.journal(tmp_path))] == ["9_2.0"]
 
 
 Prepare = Callable[[Path, Path], None]
@@ -185,7 +229,7 @@ def test_how_an_attempt_ended(
     checkpoint(tmp_path, 10)
     metrics(tmp_path, 12)
     logs = tmp_path / "slurm" / "logs" / "7.0"
-    job.begin(tmp_path, "7.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     prepare(tmp_path, logs)
     assert job.end(tmp_path, logs, "7.0", status_of_srun, interrupted, MANY) == code
     (ended,) = read(job.journal(tmp_path))
@@ -194,8 +238,57 @@ def test_how_an_attempt_ended(
 
 
 def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict[str, str]) -> None:
-    job.begin(tmp_path, "7.0", LAST, MANY)
-    job.begin(tmp_path, "8.0", LAST, MANY)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    job.begin(tmp_path, "8.0", LAST, LAST, MANY)
     before = (tmp_path / "slurm" / "attempts.jsonl").exists()
     assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
     assert (tmp_path / "slurm" / "attempts.jsonl").exists() == before
+
+
+@pytest.mark.parametrize("torn", [b"", b"null", b'{"message": ', b'{"message": {}}', b"\xff\0", b"[]"])
+def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str, str], torn: bytes) -> None:
+    """A process may be killed while it writes, and a lost node may leave anything."""
+    metrics(tmp_path, 12, then=torn + b"\n")
+    logs = tmp_path / "slurm" / "logs" / "7.0"
+    error(logs, 0, "RuntimeError: peer")
+    error(logs, 1, "")
+    (torn_error,) = (logs / "node-1").rglob("error.json")
+    torn_error.write_bytes(torn)
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    (tmp_path / "status.json").write_bytes(torn)
+    assert job.end(tmp_path, logs, "7.0", 1, False, MANY) == job.REQUEUE
+    (ended,) = read(job.journal(tmp_path))
+    assert (ended.kind, ended.step, ended.reason) == (Kind.FAILED, 12, "RuntimeError: peer")
+
+
+def test_a_requeue_that_slurm_refuses_ends_the_job(
+    tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.begin(tmp_path, "7.0", LAST, LAST, MANY)
+    slurm["requeue"] = "Access denied"
+    assert job.end(tmp_path, tmp_path, "7.0", 1, False, MANY) == 1
+    assert "Slurm refused to requeue the job: Access denied; go on with: sbatch" in capsys.readouterr().out
+    last = json.loads(job.journal(tmp_path).read_text().splitlines()[-1])
+    assert (last["attempt"], last["requeue"]) == ("7.0", False) and "Access denied" in last["why"]
+
+
+@pytest.mark.parametrize(("refusals", "said"), [(3, ""), (99, "Unable to contact slurm controller")])
+def test_a_requeue_is_tried_for_some_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, said: str
+) -> None:
+    """And then no longer."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f"""#!/bin/bash
+echo "$@" >> "{tmp_path}/calls"
+[ "$(wc -l < "{tmp_path}/calls")" -gt {refusals} ] || {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
+"""
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    pauses: list[float] = []
+    monkeypatch.setattr(job.time, "sleep", pauses.append)
+    assert job._requeue("7_2") == said
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert set(calls) == {"requeue 7_2"} and len(calls) == len(pauses) + 1
+    assert len(pauses) == 3 if not said else 120 < sum(pauses) < 600

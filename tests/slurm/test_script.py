@@ -16,9 +16,8 @@ from depthbench.slurm.job import port
 from depthbench.slurm.script import Job, render
 from depthbench.slurm.settings import Container, Runtime, SlurmSettings
 from tests.corpora import Corpus, trainable_run
-from tests.slurm.stubs import Stubs
+from tests.slurm.stubs import HOSTILE, Stubs, directives
 
-HOSTILE = "a b'c\"d,e$(touch pwned)`touch pwned`;touch pwned&\\ \n#SBATCH --nodes=99\n-x %j ü"
 NOWHERE = Corpus("tokenizer", "train", "valid")
 PATIENCE = 60  # seconds until a test gives up
 
@@ -31,7 +30,7 @@ def submission(
     nodes: int = 2,
 ) -> Path:
     """The path of the script of a run in `folder`."""
-    job = Job(name, folder, folder / "slurm" / "1", stubs.python, nodes, 4, last_step=20, max_requeues=5)
+    job = Job(name, folder, folder / "slurm" / "1", stubs.python, nodes, 4, last_step=20, steps=20, max_requeues=5)
     write_submission(job, replace(trainable_run(NOWHERE, folder), name=name), render(job, settings or SlurmSettings()))
     return job.submission / "submit.sbatch"
 
@@ -100,21 +99,30 @@ def stopped(attempt: str) -> str:
     return json.dumps({"state": "stopped", "step": 10, "reason": "SIGUSR1", "attempt": attempt})
 
 
-def test_a_warning_reaches_the_processes_and_requeues(stubs: Stubs, tmp_path: Path) -> None:
-    """The batch shell gets it, and passes it on while it waits for them."""
+@pytest.mark.parametrize(
+    ("array", "number"), [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "2"}, "4711_2")]
+)
+def test_a_warning_reaches_the_processes_and_requeues(
+    stubs: Stubs, tmp_path: Path, array: dict[str, str], number: str
+) -> None:
+    """The batch shell gets it, and passes it on while it waits for them. In an array, whose last task has the array's
+    number, to its own alone."""
     folder = tmp_path / "run"
     batch = stubs.start(
         submission(stubs, folder),
+        2,
         WAIT_FOR=str(stubs.notes / "scancel"),
-        STATUS=stopped("4711.0"),
+        STATUS=stopped(f"{number}.0"),
         STATUS_FILE=str(folder / "status.json"),
+        **array,
     )
     wait_for(lambda: len(stubs.launchers()) == 2, "launchers")
     batch.send_signal(signal.SIGUSR1)
     batch.wait(timeout=PATIENCE)
-    assert stubs.words("scancel") == ["--signal=USR1", "4711"]
-    assert stubs.words("requeue") == ["requeue", "4711"]
-    assert "stopped at step 10 (SIGUSR1); the next attempt resumes from step 0" in log(folder)
+    assert stubs.words("scancel") == ["--signal=USR1", number]
+    assert stubs.words("requeue") == ["requeue", number]
+    assert "stopped at step 10 (SIGUSR1); the next attempt resumes from step 0" in log(folder, f"{number}.0")
+    assert f"--master-port={port(4711, 0)}" in stubs.launchers()[0]
 
 
 def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
@@ -124,16 +132,6 @@ def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
     (folder / "checkpoints" / "step_00000020" / "manifest.json").write_text("{}")
     assert stubs.run(script) == 0
     assert not stubs.launchers() and "nothing to do" in log(folder)
-
-
-def directives(script: Path) -> list[str]:
-    """What sbatch reads: up to the first line that is a command."""
-    found = []
-    for line in script.read_text().splitlines()[1:]:
-        if line.strip() and not line.startswith("#"):
-            break
-        found += [line] if line.startswith("#SBATCH") else []
-    return found
 
 
 def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> N
 
 
 def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) -> None:
-    job = Job("tiny", tmp_path, tmp_path / "1", stubs.python, 2, 4, 20, 5)
+    job = Job("tiny", tmp_path, tmp_path / "1", stubs.python, 2, 4, 20, 20, 5)
     assert HOSTILE.split("\n")[0] not in render(replace(job, name=HOSTILE), SlurmSettings())
 
 
@@ -167,12 +165,24 @@ def test_no_setting_of_the_run_is_in_the_script(stubs: Stubs, tmp_path: Path) ->
         {"options": ["--comment='x'"]},
         {"time_limit": "soon"},
         {"environment": {"A B": "x"}},
+        {"environment": {"A": "x\0y"}},
         {"warning_seconds": 0},
+        {"time_limit": "10"},  # the default warning's ten minutes
+        {"time_limit": "10:00"},
+        {"time_limit": "0:10:00"},
+        {"time_limit": "0-0:10"},
+        {"time_limit": "1-0", "warning_seconds": 24 * 3600},
+        {"time_limit": "1-1:01:01", "warning_seconds": 25 * 3600 + 61},
     ],
 )
 def test_what_sbatch_would_misread_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UserError, match=r"slurm\."):
         SlurmSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("time_limit", ["11", "10:01", "0:10:01", "0-1", "0-0:11", "0-0:10:01", "0"])
+def test_a_limit_that_leaves_time_before_the_warning_is_taken(time_limit: str) -> None:
+    assert SlurmSettings(time_limit=time_limit).time_limit == time_limit
 
 
 def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> None:
@@ -197,7 +207,7 @@ def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> No
 @pytest.mark.parametrize("character", [":", ","])
 def test_a_folder_that_no_container_can_mount_is_refused(tmp_path: Path, character: str) -> None:
     folder = tmp_path / f"a{character}b"
-    job = Job("tiny", folder, folder / "1", "python", 1, 1, 20, 5)
+    job = Job("tiny", folder, folder / "1", "python", 1, 1, 20, 20, 5)
     with pytest.raises(UserError, match="a container cannot mount"):
         render(job, SlurmSettings(container=Container(Runtime.PYXIS, "image")))
 

@@ -77,7 +77,7 @@ def test_a_dry_run_shows_all_and_does_nothing(
     before = snapshot(tmp_path)
     assert submitted(file, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert "#SBATCH --nodes=1" in said and "scontrol requeue" in said and "tokens a second" in said
+    assert "#SBATCH --nodes=1" in said and "scancel --signal=USR1" in said and "tokens a second" in said
     assert snapshot(tmp_path) == before
 
 
@@ -123,6 +123,7 @@ def test_a_dry_run_needs_no_slurm(
         ),
         (["--max-requeues", "-1"], "local-slurm", "--max-requeues=-1 must be at least 0"),
         (["--time", "soon"], "local-slurm", "slurm.time_limit='soon'"),
+        (["--time", "1"], "local-slurm", "slurm.time_limit=1 (--time) is 60 s, and the run would be told to save "),
         (["data.tokenizer=nowhere.model"], "local-slurm", "nowhere.model"),
     ],
 )
@@ -160,7 +161,7 @@ def test_what_slurm_refuses_is_told(
 @pytest.mark.parametrize("name", ["a\x00b", "\udcff", "x" * 300])
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     run = trainable_run(NOWHERE, tmp_path / name)
-    job = Job("x", tmp_path / name, tmp_path / name / "slurm" / "1", "python", 1, 1, 4, 5)
+    job = Job("x", tmp_path / name, tmp_path / name / "slurm" / "1", "python", 1, 1, 4, 4, 5)
     with pytest.raises(UserError, match="cannot write the submission"):
         write_submission(job, run, render(job, SlurmSettings()))
 

@@ -6,12 +6,13 @@ import pytest
 import yaml
 
 from depthbench.cli import main
-from depthbench.config.load import load_run, plain
+from depthbench.config.load import load_run, parse_overrides, plain
 from depthbench.errors import UserError
 from depthbench.paths import CONFIGS
-from depthbench.slurm.sweep import Sweep, load_sweep, members
+from depthbench.planning.cluster import CLUSTERS
+from depthbench.slurm.sweep import Sweep, assignment, load_sweep, members
 from tests.corpora import Corpus, trainable_run
-from tests.slurm.stubs import Stubs
+from tests.slurm.stubs import HOSTILE, Stubs, directives
 
 
 def test_every_combination_once() -> None:
@@ -45,30 +46,93 @@ def test_an_unknown_sweep_is_named() -> None:
         load_sweep("architectures_40m")
 
 
-def test_an_array_starts_each_runs_own_script(
-    corpus: Corpus,
-    tmp_path: Path,
-    stubs: Stubs,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In its own folder, as an attempt of its own."""
+@pytest.fixture
+def sbatch(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    """Stand-ins on PATH, with one for sbatch that notes which script it was given."""
     for name, text in (("sinfo", "echo 'gpu* 2'"), ("sbatch", 'printf %s "$2" > "$NOTES/queued"; echo 9')):
         (stubs.bin / name).write_text(f"#!{stubs.bin / 'bash'}\n{text}\n")
         (stubs.bin / name).chmod(0o755)
-    given, sweep = tmp_path / "given.yaml", tmp_path / "seeds.yaml"
-    given.write_text(yaml.safe_dump(plain(trainable_run(corpus, tmp_path / "unused"))))
-    sweep.write_text("limit: 1\ngrid: {seed: [1, 2, 3]}\n")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(stubs.bin))
     monkeypatch.setenv("NOTES", str(stubs.notes))
     monkeypatch.setattr("sys.executable", stubs.python)
-    assert main(["submit", str(given), "--cluster", "local-slurm", "--array", str(sweep)]) == 0
+    return stubs
+
+
+def submitted(corpus: Corpus, folder: Path, grid: str, *words: str, cluster: str = "local-slurm") -> int:
+    given, sweep = folder / "given.yaml", folder / "seeds.yaml"
+    given.write_text(yaml.safe_dump(plain(trainable_run(corpus, folder / "unused"))))
+    sweep.write_text(f"limit: 1\ngrid: {grid}\n")
+    return main(["submit", str(given), *words, "--cluster", cluster, "--array", str(sweep)])
+
+
+def test_an_array_starts_each_runs_own_script(
+    corpus: Corpus,
+    tmp_path: Path,
+    sbatch: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In its own folder, as an attempt of its own. The array has the sweep's name."""
+    stubs = sbatch
+    monkeypatch.chdir(tmp_path)
+    assert submitted(corpus, tmp_path, "{seed: [1, 2, 3]}") == 0
     script = Path((stubs.notes / "queued").read_text())
-    assert "#SBATCH --array=0-2%1\n" in script.read_text()
+    first, *options, array = directives(script)
+    assert (first, array) == ("#SBATCH --job-name=seeds", "#SBATCH --array=0-2%1")
+    assert options == directives(tmp_path / "runs/seeds/1/slurm/1/submit.sbatch")[1:]
     assert f"3 runs, 1 at a time, in {tmp_path}/runs/seeds" in capsys.readouterr().out
-    assert stubs.run(script, 1, SLURM_ARRAY_TASK_ID="1") == 0
+    assert stubs.run(script, 1, SLURM_ARRAY_JOB_ID="4710", SLURM_ARRAY_TASK_ID="1") == 0
     (words,) = stubs.launchers()
     assert str(tmp_path / "runs/seeds/2/slurm/1/run.yaml") in words
-    assert (tmp_path / "runs" / "seeds" / "2" / "attempt").read_text() == "4711.0"
+    assert (tmp_path / "runs" / "seeds" / "2" / "attempt").read_text() == "4710_1.0"
     assert not (tmp_path / "runs" / "seeds" / "1" / "attempt").exists()
+
+
+def test_hostile_names_reach_an_array_unharmed(
+    corpus: Corpus, tmp_path: Path, sbatch: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the path of the run folders and in a variable, with lines that look like options of sbatch."""
+    folder, cluster = tmp_path / (HOSTILE.replace("/", "") + "😀"), tmp_path / "cluster.yaml"
+    values = yaml.safe_load((CLUSTERS / "local-slurm.yaml").read_text())
+    values["slurm"]["environment"] = {"HOSTILE": HOSTILE}
+    cluster.write_text(yaml.safe_dump(values))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert submitted(corpus, tmp_path, "{seed: [1, 2]}", cluster=str(cluster)) == 0
+    script = Path((sbatch.notes / "queued").read_text())
+    assert script.parent == folder / "runs" / "seeds"
+    assert not any("99" in line for line in directives(script))
+    assert sbatch.run(script, 1, SLURM_ARRAY_JOB_ID="4710", SLURM_ARRAY_TASK_ID="1") == 0
+    (words,) = sbatch.launchers()
+    assert str(folder / "runs/seeds/2/slurm/1/run.yaml") in words
+    assert not list(tmp_path.rglob("pwned")) and not Path("/pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("grid", "words", "key"),
+    [
+        ("{seed: [1, 2]}", ["run_dir=mine"], "run_dir"),
+        ("{seed: [1, 2]}", ["name=mine"], "name"),
+        ("{name: [a, b]}", [], "name"),
+    ],
+)
+def test_names_and_folders_are_the_sweeps(
+    corpus: Corpus,
+    tmp_path: Path,
+    sbatch: Stubs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    grid: str,
+    words: list[str],
+    key: str,
+) -> None:
+    """One of the user's own would be lost without a word."""
+    monkeypatch.chdir(tmp_path)
+    assert submitted(corpus, tmp_path, grid, *words) == 2
+    assert f"{key}=... cannot be set with --array" in capsys.readouterr().err
+    assert not (sbatch.notes / "queued").exists() and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["plain", "a: 'b' \"c\"\n #d", "x" * 300 + " y", "\x7f\x85\u2028ü😀", " null "])
+def test_an_override_says_any_text(text: str) -> None:
+    assert parse_overrides([assignment("name", text)]) == ({}, {"name": text})

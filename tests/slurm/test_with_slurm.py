@@ -223,6 +223,38 @@ def test_an_array_runs_one_after_another(
     assert len({str(exact(folder)) for folder in folders}) == 3
 
 
+def test_a_task_of_an_array_is_requeued_alone(
+    corpus: Corpus,
+    tmp_path: Path,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last one, whose job id is the array's: warned of its time limit while one of its siblings is at work and the
+    other has finished."""
+    given, sweep = tmp_path / "given.yaml", tmp_path / "lengths.yaml"
+    given.write_text(yaml.safe_dump(plain(run_of(corpus, tmp_path / "unused"))))
+    sweep.write_text(f"limit: 2\ngrid: {{train.steps: [4, {3 * STEPS}, {STEPS}]}}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", str(given), "--cluster", "local-slurm", "--array", str(sweep)]) == 0
+    (number,) = re.findall(r"submitted job (\d+)", capsys.readouterr().out)
+    done, sibling, last = (
+        Submitted(f"{number}_{task}", tmp_path / "runs" / "lengths" / str(steps))
+        for task, steps in enumerate((4, 3 * STEPS, STEPS))
+    )
+    last.wait_for_step(25)
+    assert f" JobId={number} " in f" {last.shown()}"
+    assert (done.state, sibling.state) == ("COMPLETED", "RUNNING")
+    slurm("scancel", "--batch", "--signal=USR1", last.number)
+    last.wait_for(lambda: last.restarts == 1, "a requeue")
+    last.finish()
+    sibling.finish()
+    assert [ended.kind for ended in last.attempts()] == [Kind.STOPPED, Kind.FINISHED]
+    assert_same_run(last.folder, whole, STEPS)
+    for other in (done, sibling):
+        assert other.restarts == 0 and [ended.kind for ended in other.attempts()] == [Kind.FINISHED]
+
+
 def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
     """All processes of the run at once, five times, twice while a checkpoint is being written."""
     moments = random.Random(7)

@@ -259,6 +259,13 @@ def test_killed_while_saving(corpus: Corpus, tmp_path: Path, mode: str, tamper: 
     assert_same_run(resumed, whole)
 
 
+def dies_before_its_last_word(rank: int) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer.leave = die  # type: ignore[method-assign,assignment]
+
+
 @pytest.mark.parametrize(("first", "then"), [("tp2", "one"), ("one", "tp2"), ("one", "dp2"), ("dp2", "tp2")])
 def test_resumed_under_another_layout(corpus: Corpus, tmp_path: Path, first: str, then: str) -> None:
     """Within rounding of the run that never changed its layout: moments came along."""
@@ -278,6 +285,17 @@ def test_resumed_under_another_layout(corpus: Corpus, tmp_path: Path, first: str
     run("changed", then, None)
     for ours, theirs in zip(exact(tmp_path / "changed"), exact(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_killed_after_its_last_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    """Nothing is left to train; the next start says the last word that it could not."""
+    for steps in (STEPS - 2, STEPS):
+        _, run = run_of(corpus, tmp_path, "fp32", stop_at=steps)
+        codes, _, _ = start_workers(1, training, run, dies_before_its_last_word)
+        assert codes == [-signal.SIGKILL] and status(tmp_path)["state"] == "running"
+        assert run_workers(1, training, run) == [0]
+        stopped = {"state": "stopped", "step": steps, "reason": f"train.stop_at={steps}"}
+        assert status(tmp_path) == (stopped if steps < STEPS else {"state": "finished", "step": steps, "reason": ""})
 
 
 def test_a_finished_run_does_nothing_and_a_longer_one_goes_on(corpus: Corpus, tmp_path: Path) -> None:
