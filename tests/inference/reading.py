@@ -75,19 +75,44 @@ def read_all(
             load_weights(stage, expected[number, settings[0][0]][0])
         own = {}
         for length, chunk, page in settings:
-            one = _read(Engine(stages, transport, 2, length, page), text(length), chunk, expected[number, length][1])
+            engine = Engine(stages, transport, 2, length, page)
+            one = _read(engine, text(length), chunk, expected[number, length][1], run.parallel.shards_tokens)
             if one:
                 own[length, chunk, page] = one
         found.append(own)
     return found
 
 
-def _read(engine: Engine, tokens: Tensor, chunk: int | None, expected: Tensor) -> Found | None:
-    first = tokens.shape[1] - DECODED
+class Shares:
+    """How many tokens this rank's depth state has had: all that it had since the last `take`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seen: set[int] = set()
+        for stage in engine.stages:
+            stage.observer = lambda _, state, stage=stage: self.seen.add(stage.residual.probe(state).shape[0])
+
+    def take(self) -> set[int]:
+        seen, self.seen = self.seen, set()
+        return seen
+
+
+def shares(tokens: int, chunk: int | None, ranks: int) -> set[int]:
+    """Of the pieces of a text on one of the ranks that share it."""
+    chunk = chunk or tokens
+    return {-(-min(chunk, tokens - start) // ranks) for start in range(0, tokens, chunk)}
+
+
+def _read(engine: Engine, tokens: Tensor, chunk: int | None, expected: Tensor, sharded: bool) -> Found | None:
+    length, ranks = tokens.shape[1], engine.context.tp_size if sharded else 1
+    first = length - DECODED
+    seen = Shares(engine)
     every = engine.read(tokens, chunk, every=True)
+    assert seen.take() == shares(length, chunk, ranks)
     engine.reset()
     last = engine.read(tokens[:, :first], chunk)
-    decoded = [engine.read(tokens[:, at : at + 1]) for at in range(first, first + DECODED)]
+    assert seen.take() == shares(first, chunk, ranks)
+    decoded = [engine.read(tokens[:, at : at + 1]) for at in range(first, length)]
+    assert seen.take() == {1}
     if every is None or last is None:
         return None
 
