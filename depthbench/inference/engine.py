@@ -25,8 +25,8 @@ from .pieces import Piece, check_chunk, check_ids, cut, share
 
 
 class Engine:
-    """Changes its stages for good: no parameter of theirs asks for gradients, their reads of the depth state share work as
-    `most_ahead` says, and whether tokens are shared is as in the last call of `read`, of whichever engine.
+    """Changes its stages for good: their parameters ask for no gradients, their reads of the depth state share work as
+    `most_ahead` says, and they share tokens as in the last call of `read`, of whichever engine.
 
     stages: this rank's, in depth order. transport: between stages, None where there is one alone. batch: sequences,
     all of one length. capacity: tokens of each that there is room for. page: tokens of a cache's page; None: all at
