@@ -14,10 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 
 from depthbench.inference.load import find_source, load
@@ -84,7 +80,9 @@ def markdown(rows: Sequence[Row], said: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
+    from matplotlib.figure import Figure  # the GPU scripts, which import this file, do without
+
     panels = {
         "TFLOPs a sequence": lambda row: row.flops / 1e12,
         "keys and values, MiB a sequence": lambda row: row.kv_cache / 2**20,
@@ -92,7 +90,8 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         "device-hours for 1e9 tokens": lambda row: row.hours,
     }
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4))
+    figure = Figure(figsize=(16, 4), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(panels))
     for axis, (title, value) in zip(axes, panels.items(), strict=True):
         for name in dict.fromkeys(row.architecture for row in rows):
             own = [row for row in rows if row.architecture == name]
@@ -103,8 +102,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, metadata={"Software": None})
 
 
 def main() -> None:
@@ -129,7 +127,7 @@ def main() -> None:
             # after each, so that a measurement that is stopped leaves its part
             args.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     args.out.with_suffix(".md").write_text(markdown(rows, said))
-    figure(rows, args.out.with_suffix(".png"))
+    draw(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
