@@ -59,7 +59,7 @@ def test_reads_are_done_ahead(layout: str) -> None:
     """Of the last stage's chunk, whatever the layout."""
     run = run_of(MODELS.index(AHEAD), LAYOUTS[layout][1])
     first, last = layout_of(run).span(layout_of(run).num_chunks - 1)
-    assert residual_of(run).kept_ahead(2 * first, 2 * last) == 3
+    assert residual_of(run).reads_ahead(2 * first, 2 * last) == [[6, 7, 8]]
 
 
 @pytest.mark.parametrize("layout", EVERYDAY)

@@ -110,8 +110,8 @@ def test_bounded_groups_read_once_a_part(monkeypatch: pytest.MonkeyPatch) -> Non
     reads = Reads(monkeypatch)
     run(residual, readers)
     assert reads.ahead == [(3, 4), (4, 4), (4, 3)]
-    assert residual.kept_ahead(0, 2 * LAYERS, 4) == 4
-    assert residual.kept_ahead(0, 2 * LAYERS) == LENGTH + 1
+    assert residual.reads_ahead(0, 2 * LAYERS, 4) == [[12, 13, 14, 15], [18, 19, 20, 21], [22, 23, 24]]
+    assert residual.reads_ahead(0, 2 * LAYERS) == [list(range(12, 18)), list(range(18, 25))]
 
 
 def finished_reads(rank: int, world_size: int, store: str, run: RunConfig, most: list[int | None]) -> list[int]:
