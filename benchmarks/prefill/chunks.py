@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunks", type=int, nargs="+", default=[4096, 1024, 256, 64, 16, 4])
     args = parser.parse_intermixed_args()
-    run = find_source(RUN, [f"model={SHAPE}", f"residual={ARCHITECTURE}", *args.words]).run
+    run = find_source(RUN, [f"model={SHAPE}", f"residual={ARCHITECTURE}", *args.words], 1).run
     rows = []
     for chunk in args.chunks:
         reading = Reading(args.tokens, chunk)

@@ -45,7 +45,7 @@ class Row:
 
 def measured(shape: str, architecture: str, words: Sequence[str], reading: Reading, run: str = RUN) -> Row:
     """One model on one process, gone when this returns. Raises torch.OutOfMemoryError where it does not fit."""
-    source = find_source(run, [f"model={shape}", f"residual={architecture}", *words])
+    source = find_source(run, [f"model={shape}", f"residual={architecture}", *words], 1)
     settings = source.run
     tokens = torch.randint(0, settings.model.vocab_size, (reading.batch, reading.tokens))
     try:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     from depthbench.parallel import startup
 
-    from .load import check_source, find_source, load
+    from .load import find_source, load
     from .pieces import check_chunk, check_ids
     from .sampling import Sampler, Sampling
 
@@ -49,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens} must be at least 1")
-    source = find_source(args.checkpoint, args.overrides)
-    check_source(source.run, processes)
+    source = find_source(args.checkpoint, args.overrides, processes)
     check_chunk(args.chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
     tokenizer, prompt = _prompt(args, source.run, processes)
     if not prompt:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from depthbench.parallel import startup
     from depthbench.planning.prefill import Reading
 
-    from .load import check_source, find_source, load
+    from .load import find_source, load
     from .measure import measure
     from .pieces import check_chunk, check_ids
 
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
-    source = find_source(args.source, args.overrides)
-    check_source(source.run, processes)
+    source = find_source(args.source, args.overrides, processes)
     tokens_BT = _tokens(args, source.run)
     count, model = tokens_BT.shape[1], source.run.model
     chunk = count if args.chunk is None else args.chunk
