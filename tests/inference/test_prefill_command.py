@@ -70,6 +70,17 @@ def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("output", [".", "file/found.json"])
+def test_output_that_cannot_be_written(
+    output: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found before the model is there."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("depthbench.inference.load.load", None)
+    assert cli.main(["prefill", str(folder), "--tokens", "8", "--output", f"{tmp_path}/{output}"]) == 2
+    assert f"cannot write --output={tmp_path}" in capsys.readouterr().err
+
+
 def test_texts_that_are_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content, tokens in (("A short text.", ["--tokens", "5000"]), ("", [])):
         (tmp_path / "text.txt").write_text(content)
