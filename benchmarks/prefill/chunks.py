@@ -1,4 +1,4 @@
-"""Chunk by chunk smaller: what the depth state then takes, and how fast reading still is.
+"""Chunk by chunk smaller: what the depth state takes by the plan, the peak that is measured, how fast reading still is.
 
     python benchmarks/prefill/chunks.py OUT.json [--tokens 4096] [--chunks 4096 1024 ...] [key=value ...]
 
@@ -30,7 +30,12 @@ def main() -> None:
         row = measured(SHAPE, ARCHITECTURE, args.words, reading)
         state = depth_state_bytes(run, reading, 0, run.model.num_layers)
         rows.append(
-            {"chunk": chunk, "depth_state": state, "peak": row.peak, "tokens_per_second": row.tokens_per_second}
+            {
+                "chunk": chunk,
+                "planned_depth_state": state,
+                "peak": row.peak,
+                "tokens_per_second": row.tokens_per_second,
+            }
         )
         print(rows[-1], flush=True)
     args.out.write_text(json.dumps({"settings": args.words, "tokens": args.tokens, "rows": rows}, indent=1) + "\n")

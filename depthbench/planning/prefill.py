@@ -31,7 +31,7 @@ class Reading:
 @dataclass(frozen=True)
 class PrefillMemory:
     """Bytes on one rank of a stage. history_cache: what interleaved stages keep for their later chunks; the state has
-    some of the same tensors, so there the peak is a bound."""
+    some of the same tensors, which a plan's peak then counts twice."""
 
     stage: int
     weights: int

@@ -74,7 +74,7 @@ def measured(
 def test_the_plan_is_what_is_held(layout: str) -> None:
     """Keys and values, depth state and history cache to the byte; weights to a hundredth; the workspace to a tenth of
     itself on one rank, else to a fifth (gloo lets go of a buffer some time after its operation). Of interleaved stages
-    the peak is a bound, with a tenth to spare: state and cache share tensors that the plan counts in both."""
+    the plan counts in both the state and the cache what they share: there the peak stays below 1.1 times its own."""
     world_size, parallel = LAYOUTS[layout]
     runs = [run_of(name, parallel) for name in SHIPPED]
     ranks = run_workers(world_size, measured, runs, READINGS)
