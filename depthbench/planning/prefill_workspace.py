@@ -23,6 +23,7 @@ from functools import cached_property
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import residual_of
 from depthbench.pipeline.edges import Local
+from depthbench.residual import Residual
 from depthbench.residual.depth_attention import TILE_BYTES
 from depthbench.residual.state import Placement
 
@@ -39,6 +40,10 @@ class Workspace:
     most_ahead: int | None
     pages: bool
     device: str
+
+    @cached_property
+    def residual(self) -> Residual:
+        return residual_of(self.run)
 
     @cached_property
     def element(self) -> int:
@@ -58,14 +63,13 @@ class Workspace:
 
     def state_bytes(self, sublayer: int) -> int:
         """Of the live and history tensors before a sublayer."""
-        state = residual_of(self.run).state_at(sublayer)
+        state = self.residual.state_at(sublayer)
         return self.element * self.local.numel(*state.live, *state.history)
 
     def beyond_state(self, first: int, last: int) -> int:
         """Bytes, of blocks [first, last)."""
-        residual = residual_of(self.run)
         readers = 2 * last if last == self.run.model.num_layers else 2 * last - 1
-        starting = {part[0]: len(part) for part in residual.reads_ahead(2 * first, readers, self.most_ahead)}
+        starting = {part[0]: len(part) for part in self.residual.reads_ahead(2 * first, readers, self.most_ahead)}
         mixture = self.wide * self.own * (self.run.model.hidden_size + 1)  # and its log-sum-exp
         kept = began = most = 0  # mixtures for reads to come: now, and in the state that the block began with
         for sublayer in range(2 * first, readers + 1):
@@ -89,25 +93,25 @@ class Workspace:
         """Of an MLP's: the live tensors that the block began with, and what its attention had read."""
         if sublayer % 2 == 0:
             return 0
-        began = self.local.numel(*residual_of(self.run).state_at(sublayer - 1).live)
+        began = self.local.numel(*self.residual.state_at(sublayer - 1).live)
         return self.element * (began + self.own * self.run.model.hidden_size)
 
     def _making(self, sublayer: int, queries: int) -> int:
         """Of so many reads ahead, beside their mixtures."""
-        width, sources = self.run.model.hidden_size, len(residual_of(self.run).state_at(sublayer).history)
+        width, sources = self.run.model.hidden_size, len(self.residual.state_at(sublayer).history)
         rows = max(1, min(self.own, TILE_BYTES[self.device] // (self.wide * sources * width)))
         of_tile = min(2 * rows, self.own) * queries * (sources + width)  # the tile before is still there
         scalars = self.own * sources * (queries + 1)
         return self.wide * (scalars + rows * sources * width + of_tile)
 
     def _reading(self, sublayer: int) -> int:
-        state = residual_of(self.run).state_at(sublayer)
+        state = self.residual.state_at(sublayer)
         tensors = len(state.live) + len(state.history)
         return self.wide * self.own * (2 * self.run.model.hidden_size + 3 * tensors)
 
     def _branch(self, sublayer: int) -> int:
-        residual, width = residual_of(self.run), self.run.model.hidden_size
-        live = [self.local.numel(*residual.state_at(k).live) for k in (sublayer, sublayer + 1)]
+        width = self.run.model.hidden_size
+        live = [self.local.numel(*self.residual.state_at(k).live) for k in (sublayer, sublayer + 1)]
         work = self._mlp(sublayer // 2) if sublayer % 2 else self._attention(sublayer)
         writing = (self.element + self.wide) * max(live)
         hidden = 0 if sublayer % 2 else self.own * width  # an MLP's is in the place of what its attention had read
@@ -124,9 +128,9 @@ class Workspace:
         q, k = (tokens * count // ranks * model.head_size for count in (model.num_attention_heads, model.kv_heads))
         grouped = k < q
         # every history tensor that is shared by head is a slot's key or value
-        history = residual_of(self.run).state_at(sublayer).history
+        history = self.residual.state_at(sublayer).history
         slots = sum(spec.placement is Placement.KV_HEADS for spec in history) // 2
-        scalars = wide * tokens * model.num_attention_heads // ranks
+        scalars = wide * tokens * model.num_attention_heads // ranks  # one a token and head
         before = element * (q + 3 * k)
         rotating = before + wide * q * (3 if mixed else 2)
         held = before + element * (q + k)
@@ -149,7 +153,7 @@ class Workspace:
     def _mlp(self, block: int) -> int:
         model, ranks = self.run.model, self.local.tensor_parallel
         inner = self.tokens * model.ffn_hidden_size // ranks
-        extra = sum(projection.rows for projection in residual_of(self.run).extra_projections(block))
+        extra = sum(projection.rows for projection in self.residual.extra_projections(block))
         matmul = 2 * inner + self.tokens * extra // ranks
         width = self.tokens * model.hidden_size
         return self.element * (matmul + max(2 * inner, inner + width))
