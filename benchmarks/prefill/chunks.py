@@ -1,4 +1,4 @@
-"""Chunk by chunk smaller: what the depth state then takes, and how fast reading still is.
+"""Chunk by chunk smaller: what the depth state takes by the plan, the peak that is measured, how fast reading still is.
 
     python benchmarks/prefill/chunks.py OUT.json [--tokens 4096] [--chunks 4096 1024 ...] [key=value ...]
 
@@ -23,14 +23,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunks", type=int, nargs="+", default=[4096, 1024, 256, 64, 16, 4])
     args = parser.parse_intermixed_args()
-    run = find_source(RUN, [f"model={SHAPE}", f"residual={ARCHITECTURE}", *args.words]).run
+    run = find_source(RUN, [f"model={SHAPE}", f"residual={ARCHITECTURE}", *args.words], 1).run
     rows = []
     for chunk in args.chunks:
         reading = Reading(args.tokens, chunk)
         row = measured(SHAPE, ARCHITECTURE, args.words, reading)
         state = depth_state_bytes(run, reading, 0, run.model.num_layers)
         rows.append(
-            {"chunk": chunk, "depth_state": state, "peak": row.peak, "tokens_per_second": row.tokens_per_second}
+            {
+                "chunk": chunk,
+                "planned_depth_state": state,
+                "peak": row.peak,
+                "tokens_per_second": row.tokens_per_second,
+            }
         )
         print(rows[-1], flush=True)
     args.out.write_text(json.dumps({"settings": args.words, "tokens": args.tokens, "rows": rows}, indent=1) + "\n")

@@ -1,23 +1,20 @@
 """The DepthBench paper's prefill measurement (arXiv 2609.32534): 4096 tokens, batch 8, ten architectures, its shapes.
 
     python benchmarks/prefill/run.py OUT [--shapes 400m_L16 ...] [--architectures hc ...] [--tokens 4096 --batch 8]
-        [--chunk C] [key=value ...]
+        [--chunk C] [--without-times] [key=value ...]
 
 For each, FLOPs and keys and values of a sequence, the plan's and the measured peak memory, and device-hours for 1e9
-tokens. Writes OUT.json, OUT.md and OUT.png. key=value goes to all: on a CPU, a smaller width.
+tokens. Writes OUT.json, OUT.md and OUT.png; --without-times leaves speed out of the last two, for machines that do
+other work besides. key=value goes to all: on a CPU, a smaller width.
 """
 
 import argparse
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 
 from depthbench.inference.load import find_source, load
@@ -49,7 +46,7 @@ class Row:
 
 def measured(shape: str, architecture: str, words: Sequence[str], reading: Reading, run: str = RUN) -> Row:
     """One model on one process, gone when this returns. Raises torch.OutOfMemoryError where it does not fit."""
-    source = find_source(run, [f"model={shape}", f"residual={architecture}", *words])
+    source = find_source(run, [f"model={shape}", f"residual={architecture}", *words], 1)
     settings = source.run
     tokens = torch.randint(0, settings.model.vocab_size, (reading.batch, reading.tokens))
     try:
@@ -70,29 +67,33 @@ def measured(shape: str, architecture: str, words: Sequence[str], reading: Readi
     )
 
 
-def markdown(rows: Sequence[Row], said: str) -> str:
-    lines = [
-        said,
-        "",
-        "| shape | architecture | GFLOPs | KV, MiB | peak, MiB | planned | tokens/s | device-hours, 1e9 tokens |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def markdown(rows: Sequence[Row], said: str, *, times: bool = True) -> str:
+    headings = ["shape", "architecture", "GFLOPs", "KV, MiB", "peak, MiB", "planned"]
+    if times:
+        headings += ["tokens/s", "device-hours, 1e9 tokens"]
+    lines = [said, "", f"| {' | '.join(headings)} |", f"| --- | --- |{' ---: |' * (len(headings) - 2)}"]
     for row in rows:
         cells = [row.shape, row.architecture, f"{row.flops / 1e9:,.2f}", f"{row.kv_cache / 2**20:,.1f}"]
-        cells += [f"{row.peak / 2**20:,.1f}", f"{row.planned / 2**20:,.1f}", f"{row.tokens_per_second:,.0f}"]
-        lines.append(f"| {' | '.join([*cells, f'{row.hours:,.2f}'])} |")
+        cells += [f"{row.peak / 2**20:,.1f}", f"{row.planned / 2**20:,.1f}"]
+        if times:
+            cells += [f"{row.tokens_per_second:,.0f}", f"{row.hours:,.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def figure(rows: Sequence[Row], path: Path) -> None:
-    panels = {
+def draw(rows: Sequence[Row], path: Path, *, times: bool = True) -> None:
+    from matplotlib.figure import Figure  # the GPU scripts, which import this file, do without
+
+    panels: dict[str, Callable[[Row], float]] = {
         "TFLOPs a sequence": lambda row: row.flops / 1e12,
         "keys and values, MiB a sequence": lambda row: row.kv_cache / 2**20,
         "peak memory, GiB": lambda row: row.peak / 2**30,
-        "device-hours for 1e9 tokens": lambda row: row.hours,
     }
+    if times:
+        panels["device-hours for 1e9 tokens"] = lambda row: row.hours
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4))
+    figure = Figure(figsize=(4 * len(panels), 4), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(panels))
     for axis, (title, value) in zip(axes, panels.items(), strict=True):
         for name in dict.fromkeys(row.architecture for row in rows):
             own = [row for row in rows if row.architecture == name]
@@ -103,8 +104,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, metadata={"Software": None})
 
 
 def main() -> None:
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--machine", default="a machine not named", help="what ran it, for the table")
+    parser.add_argument("--without-times", action="store_true", help="no speed in table and figure")
     args = parser.parse_intermixed_args()
     reading = Reading(args.tokens, args.chunk or args.tokens, args.batch)
     said = f"{args.batch} x {args.tokens:,} tokens on {args.machine}; settings: {' '.join(args.words) or 'as shipped'}."
@@ -128,8 +129,8 @@ def main() -> None:
             print(markdown(rows[-1:], "").splitlines()[-1], flush=True)
             # after each, so that a measurement that is stopped leaves its part
             args.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(markdown(rows, said))
-    figure(rows, args.out.with_suffix(".png"))
+    args.out.with_suffix(".md").write_text(markdown(rows, said, times=not args.without_times))
+    draw(rows, args.out.with_suffix(".png"), times=not args.without_times)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def microbatch_group(run: RunConfig) -> int:
     return run.pipeline.microbatch_group or run.parallel.pipeline
 
 
-def _check_schedule(run: RunConfig, replicas: int) -> None:
-    """What Megatron-Core's pipeline schedules refuse, some of them only in the middle of a step."""
-    parallel, pipeline, train = run.parallel, run.pipeline, run.train
+def check_pipeline(run: RunConfig) -> None:
+    """Raise UserError for settings of `pipeline` that are out of range, or that the layout has no use for."""
+    parallel, pipeline = run.parallel, run.pipeline
     positive("pipeline", timeout=pipeline.timeout, microbatch_group=pipeline.microbatch_group)
     interleaved = parallel.virtual_pipeline > 1
     if pipeline.overlap_p2p and not interleaved:
@@ -60,7 +60,13 @@ def _check_schedule(run: RunConfig, replicas: int) -> None:
             f"pipeline.microbatch_group={pipeline.microbatch_group} needs the interleaved schedule: "
             f"parallel.virtual_pipeline is {parallel.virtual_pipeline}"
         )
-    count, stages = train.global_batch // (train.micro_batch * replicas), parallel.pipeline
+
+
+def _check_schedule(run: RunConfig, replicas: int) -> None:
+    """What Megatron-Core's pipeline schedules refuse, some of them only in the middle of a step."""
+    check_pipeline(run)
+    train = run.train
+    count, stages = train.global_batch // (train.micro_batch * replicas), run.parallel.pipeline
     named = (
         f"{count} microbatches a step (train.global_batch={train.global_batch} / train.micro_batch="
         f"{train.micro_batch} / {replicas} data-parallel ranks)"
@@ -70,7 +76,7 @@ def _check_schedule(run: RunConfig, replicas: int) -> None:
             f"{named} are fewer than parallel.pipeline={stages} stages, most of which would idle; "
             f"set train.global_batch={train.micro_batch * replicas * stages} or more"
         )
-    if not interleaved:
+    if run.parallel.virtual_pipeline == 1:
         return
     group = microbatch_group(run)
     if not stages <= group <= count:

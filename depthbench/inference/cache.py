@@ -26,10 +26,6 @@ class CacheShape:
     capacity: int
     page: int
 
-    @property
-    def elements_per_token(self) -> int:
-        return 2 * self.batch * self.kv_heads * self.head_dim
-
 
 class LayerCache:
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:

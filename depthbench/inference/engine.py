@@ -25,7 +25,10 @@ from .pieces import Piece, check_chunk, check_ids, cut, share
 
 
 class Engine:
-    """stages: this rank's, in depth order. transport: between stages, None where there is one alone. batch: sequences,
+    """Changes its stages for good: their parameters ask for no gradients, their reads of the depth state share work as
+    `most_ahead` says, and they share tokens as in the last call of `read`, of whichever engine.
+
+    stages: this rank's, in depth order. transport: between stages, None where there is one alone. batch: sequences,
     all of one length. capacity: tokens of each that there is room for. page: tokens of a cache's page; None: all at
     once, from the start. most_ahead: reads of the depth state that are attended to at once, each of which keeps a
     mixture; None: as in training."""
@@ -43,7 +46,8 @@ class Engine:
         self.context: ParallelContext = stages[0].context
         self.model = stages[0].model_config
         self.device = next(stages[0].parameters()).device
-        self.sharded = self.context.sequence_parallel
+        # what the stages were built for, not their last call's
+        self.sharded = self.context.megatron.sequence_parallel
         for stage in self.stages:
             stage.requires_grad_(False)
             stage.share_reads(most_ahead)

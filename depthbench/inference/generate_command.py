@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     from depthbench.parallel import startup
 
-    from .load import check_source, find_source, load
+    from .load import find_source, load
     from .pieces import check_chunk, check_ids
     from .sampling import Sampler, Sampling
 
@@ -49,8 +49,18 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens} must be at least 1")
-    source = find_source(args.checkpoint, args.overrides)
-    check_source(source.run, processes)
+    source = find_source(args.checkpoint, args.overrides, processes)
+    if source.weights is None:
+        raise UserError(
+            f"{args.checkpoint} names a run's settings, and a model with random weights writes noise: give a "
+            "checkpoint, or the folder of a run that has one"
+        )
+    for token in args.stop:
+        if not 0 <= token < (size := source.run.model.vocab_size):
+            raise UserError(
+                f"--stop={token} is outside the vocabulary, 0 .. {size - 1}: the model never writes it; give another "
+                "id, or leave it out"
+            )
     check_chunk(args.chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
     tokenizer, prompt = _prompt(args, source.run, processes)
     if not prompt:

@@ -14,7 +14,7 @@ import torch
 
 from depthbench.config.load import group_file, load_settings, merge, parse_overrides, plain, read_yaml, typed
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import check_layout, residual_of
+from depthbench.config.validate import check_layout, check_pipeline, residual_of
 from depthbench.convert.reading import Weights
 from depthbench.errors import UserError
 from depthbench.model.build import build_stages
@@ -69,12 +69,19 @@ def _layout(words: list[str]) -> dict[str, dict[str, Any]]:
     return {"parallel": {**parallel, "distributed_optimizer": False}, "pipeline": given.get("pipeline", {})}
 
 
-def find_source(name: str, words: list[str]) -> Source:
+def find_source(name: str, words: list[str], processes: int) -> Source:
     """A checkpoint (its folder, or a run's for its newest), or a run (a YAML file, or a name under configs/runs/) with
     the weights it would start from.
 
-    Raises UserError for anything that cannot be read, and for overrides that a checkpoint's weights do not allow.
+    Raises UserError for anything that cannot be read, for overrides that a checkpoint's weights do not allow, and where
+    the model cannot be laid out on so many processes, each with a part of it.
     """
+    source = _find(name, words)
+    _check(source.run, processes)
+    return source
+
+
+def _find(name: str, words: list[str]) -> Source:
     if not Path(name).is_dir():
         return Source(typed({**load_settings(name, words), **_layout(words)}), None)
     weights = Weights(Path(name))
@@ -105,26 +112,30 @@ def _check_same_model(run: RunConfig, weights: Weights) -> None:
                 )
 
 
-def check_source(run: RunConfig, world_size: int) -> None:
-    """Raise UserError where the model cannot be laid out on `world_size` processes, each with a part of it."""
+def _check(run: RunConfig, processes: int) -> None:
+    """Raise UserError where the model cannot be laid out on so many, each with a part of it."""
     residual_of(run)
     check_layout(run)
+    check_pipeline(run)
     tensor, pipeline = run.parallel.tensor, run.parallel.pipeline
-    if world_size != tensor * pipeline:
+    if processes != tensor * pipeline:
         raise UserError(
-            f"{world_size} processes for parallel.tensor={tensor} x parallel.pipeline={pipeline}: there is one copy of "
+            f"{processes} processes for parallel.tensor={tensor} x parallel.pipeline={pipeline}: there is one copy of "
             f"the model, so start {tensor * pipeline}"
         )
 
 
 def load(source: Source, *, quick: bool = False) -> Loaded:
-    """A collective call of all processes, which joins them. quick: without a checkpoint, matmuls' weights are any
-    random numbers, drawn where they lie: a large model's initial ones take minutes, and speed does not depend on them.
+    """A collective call of all processes, which joins them.
 
-    Raises UserError as `check_source`, and where the checkpoint lacks a weight."""
+    Args:
+        source: one that can be laid out on them.
+        quick: without a checkpoint, matmuls' weights are any random numbers, drawn where they lie: a large model's
+            initial ones take minutes, and speed does not depend on them.
+
+    Raises UserError where the checkpoint lacks a weight.
+    """
     run = source.run
-    _, world_size, _ = startup.world_from_environment()
-    check_source(run, world_size)
     context = startup.start(run)
     transport = make_transport(run, context)
     stages = build_stages(run, context, transport, draw=source.weights is None and not quick)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from depthbench.parallel import startup
     from depthbench.planning.prefill import Reading
 
-    from .load import check_source, find_source, load
+    from .load import find_source, load
     from .measure import measure
     from .pieces import check_chunk, check_ids
 
@@ -56,13 +56,14 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
-    source = find_source(args.source, args.overrides)
-    check_source(source.run, processes)
+    source = find_source(args.source, args.overrides, processes)
     tokens_BT = _tokens(args, source.run)
     count, model = tokens_BT.shape[1], source.run.model
     chunk = count if args.chunk is None else args.chunk
     check_chunk(chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
     check_ids(tokens_BT, model.vocab_size)
+    if rank == 0:
+        _check_output(args.output)
     if rank == 0 and count > model.sequence_length:
         text = f"note: {count} tokens, of a model trained on {model.sequence_length}: see model.rope_scaling"
         print(text, file=sys.stderr)
@@ -98,11 +99,19 @@ def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":
     return torch.tensor(ids[:count]).expand(args.batch, -1)
 
 
+def _check_output(path: Path) -> None:
+    """Raise UserError where it cannot be written: before the work, not after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"cannot write --output={path}: {error}; name another file") from error
+
+
 def _report(args: argparse.Namespace, name: str, architecture: str, found: "Measured") -> None:
     from rich.console import Console
 
     content = {"source": name, "architecture": architecture, **found.as_dict()}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(content, indent=1) + "\n")
     if args.json:
         print(json.dumps(content, indent=1))

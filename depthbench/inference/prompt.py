@@ -7,7 +7,7 @@ from pathlib import Path
 from depthbench.data.tokenizers import Tokenizer
 from depthbench.errors import UserError
 
-_CONTEXT = 8  # tokens of the prompt that the first ones written are decoded with: some tokenizers drop a first space
+_CONTEXT = 8  # tokens before it, at least, that one is decoded with: some tokenizers drop a first space
 
 
 def read_file(path: Path) -> str:
@@ -43,24 +43,33 @@ def parse_ids(text: str) -> list[int]:
 
 
 class TextStream:
-    """Shows tokens as text as soon as they make whole characters."""
+    """Shows tokens as text as soon as they make whole characters; decodes each with a few before it, not with all."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], write: Callable[[str], None]) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.ids = prompt[-_CONTEXT:]
-        self.start = self.shown = len(tokenizer.decode(self.ids))
+        self.shown = len(tokenizer.decode(self.ids))
+        self.pieces: list[str] = []
 
     def add(self, token: int) -> None:
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids)
         if not text.endswith("\ufffd"):  # else a character of several bytes is not complete
-            self.write(text[self.shown :])
-            self.shown = len(text)
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        self.pieces.append(text[self.shown :])
+        self.write(self.pieces[-1])
+        self.shown = len(text)
+        if len(self.ids) > 2 * _CONTEXT:
+            del self.ids[:-_CONTEXT]
+            self.shown = len(self.tokenizer.decode(self.ids))
 
     @property
     def text(self) -> str:
         """All that was written."""
-        return self.tokenizer.decode(self.ids)[self.start :]
+        return "".join(self.pieces)
 
     def finish(self) -> None:
-        self.write(self.tokenizer.decode(self.ids)[self.shown :])
+        """Show what is left, whole character or not."""
+        self._show(self.tokenizer.decode(self.ids))

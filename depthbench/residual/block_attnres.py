@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .depth_read import DepthRead, link, most_ahead
+from .depth_read import DepthRead, done_ahead, link
 from .norms import RMSNorm
 from .olmo import OlmoFormat, OlmoSetting
 from .protocol import Connection, Cost, Kept, Read, Residual, Shape, Upcycling
@@ -148,9 +148,9 @@ class BlockAttnRes(Residual, name="block_attnres"):
     def share(self, readers: Mapping[int, Any], most: int | None = None) -> None:
         link(([readers[sublayer].depth_read for sublayer in group] for group in self._groups(readers)), most)
 
-    def kept_ahead(self, first: int, last: int, most: int | None = None) -> int:
+    def reads_ahead(self, first: int, last: int, most: int | None = None) -> list[list[int]]:
         groups = self._groups(range(first, last + 1))
-        return max((most_ahead(len(g), len(self.state_at(g[0]).history), most) for g in groups), default=0)
+        return [part for group in groups for part in done_ahead(group, lambda k: len(self.state_at(k).history), most)]
 
     def state_at(self, sublayer: int) -> StateSpec:
         width = (self.shape.hidden_size,)

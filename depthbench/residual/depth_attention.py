@@ -131,16 +131,17 @@ class _AttendAhead(torch.autograd.Function):
         mixed = [w_QD.new_empty(flat[0].shape) for _ in range(num_queries)]
         rstd_TN = w_QD.new_empty((len(flat[0]), len(flat)))
         logit_TNQ = w_QD.new_empty((*rstd_TN.shape, num_queries))
+        lse_TQ = w_QD.new_empty((len(flat[0]), num_queries))
         for rows, v_TND in _tiles(flat, w_QD):
             rstd_TN[rows] = _inverse_rms(v_TND, eps)
             torch.matmul(v_TND.flatten(0, 1), w_QD.T, out=logit_TNQ[rows].flatten(0, 1))
             logit_TNQ[rows] *= rstd_TN[rows].unsqueeze(-1)
+            lse_TQ[rows] = torch.logsumexp(logit_TNQ[rows], 1)  # whose inner copy is a tile's
             weight_TQN = torch.softmax(logit_TNQ[rows], 1).mT
             mixed_TQD = w_QD.new_empty((*weight_TQN.shape[:2], width))
             torch.bmm(weight_TQN, v_TND, out=mixed_TQD)
             for q in range(num_queries):
                 mixed[q][rows] = mixed_TQD[:, q]
-        lse_TQ = torch.logsumexp(logit_TNQ, 1)
         ctx.eps = eps
         ctx.save_for_backward(w_QD, rstd_TN, logit_TNQ, *sources)
         return *(o.view(*shape_SB, width) for o in mixed), *(lse.reshape(shape_SB) for lse in lse_TQ.unbind(1))

@@ -1,6 +1,6 @@
 """A learned read over depth, and how the reads of a stage share their passes over the sources."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,14 @@ def link(groups: Iterable[list[DepthRead]], most: int | None = None) -> None:
             read.followers = group[place + 1 : None if most is None else place + most]
 
 
-def most_ahead(num_queries: int, num_sources: int, most: int | None) -> int:
-    """Mixtures that a group of so many reads keeps at once for reads to come, by the rule of `DepthRead.mix`."""
-    group = num_queries if most is None else min(num_queries, most)
-    return group if two_phases_read_less(group, num_sources) else 0
+def done_ahead(group: list[int], num_sources: Callable[[int], int], most: int | None) -> list[list[int]]:
+    """The parts of a group of sublayers whose reads are done at once, by the rule of `DepthRead.mix`."""
+    parts, rest = [], group
+    while rest:
+        part = rest[:most]
+        if two_phases_read_less(len(part), num_sources(part[0])):
+            parts.append(part)
+            rest = rest[len(part) :]
+        else:
+            rest = rest[1:]
+    return parts

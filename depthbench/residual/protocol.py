@@ -157,10 +157,10 @@ class Residual(ABC):
         once, which bounds what they keep for each other."""
         return None  # most have nothing to share
 
-    def kept_ahead(self, first: int, last: int, most: int | None = None) -> int:
-        """Tensors [S, B, D] in float32 or better that readers first .. last keep at most for each other, where they
-        `share`."""
-        return 0
+    def reads_ahead(self, first: int, last: int, most: int | None = None) -> list[list[int]]:
+        """Which of readers first .. last, where they `share`, are done at once when the first of them is due. Each then
+        keeps a tensor [S, B, D] in float32 or better until its turn."""
+        return []
 
     # -- its description ------------------------------------------------------------------------------------------
     @abstractmethod

@@ -1,5 +1,7 @@
 """The GPU script without a GPU: its plan is complete, every command of it would start, and its data is data."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,12 @@ def test_reading_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 2 + 3 * 4 and lines[1] == "1600m_L28 block_attnres: 1 x 1,024 in chunks of 128"
     words = [(part.run, [f"model={part.shape}", f"residual={part.architecture}"]) for part in prefill.parts()]
     assert all(load_run(*each).model.num_layers > 15 for each in words)
+
+
+def test_no_script_needs_matplotlib() -> None:
+    """Nor does `run.sh` look for it."""
+    code = "import sys; sys.modules['matplotlib'] = None; import tests.gpu.run"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_architecture_is_checked() -> None:

@@ -14,6 +14,8 @@ from depthbench.parallel import startup
 from tests.harness import join_world, run_workers
 from tests.models import small_run
 
+from .reading import Shares
+
 
 def test_pieces() -> None:
     assert cut(0, 10, 4, 1) == [Piece(0, 4, 0), Piece(4, 4, 0), Piece(8, 2, 0)]
@@ -69,6 +71,31 @@ def test_refusals() -> None:
     assert "token id 150 is outside the vocabulary, 0 .. 149" in found["id"]
     assert "a chunk of 1 tokens cannot be shared by parallel.tensor=2 ranks" in found["chunk"]
     assert "9 tokens do not fit a key-value cache of 8" in found["no room"]
+
+
+def of_two_engines(rank: int, world_size: int, store: str) -> tuple[list[set[int]], str]:
+    """Tokens of the depth state on this rank, where a second engine has the first one's stage; and what it refuses."""
+    join_world(rank, world_size, store)
+    run = small_run("pre_ln", {}, parallel={"tensor": 2, "sequence": True, "distributed_optimizer": False})
+    stage = build_stage(run, startup.start(run))
+    found = []
+    for _ in range(2):
+        engine = Engine([stage], None, 1, 8)
+        seen = Shares(engine)
+        for tokens in ([1, 2, 3, 4, 5], [6]):
+            engine.read(torch.tensor([tokens]))
+            found.append(seen.take())
+    engine.reset()
+    with pytest.raises(UserError) as refused:
+        engine.read(torch.tensor([[1, 2, 3]]), 1)
+    return found, str(refused.value)
+
+
+def test_a_second_engine_shares_tokens_too() -> None:
+    """After the first one has read one token, which all ranks hold."""
+    for found, refused in run_workers(2, of_two_engines):
+        assert found == [{3}, {1}, {3}, {1}]
+        assert "a chunk of 1 tokens cannot be shared" in refused
 
 
 def test_chunks() -> None:

@@ -1,14 +1,17 @@
 """`depthbench generate`: the same text from every layout, seeded draws, stops, text as it comes, and bad input."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from depthbench import cli
-from depthbench.data.tokenizers import load_tokenizer
+from depthbench.data.tokenizers import Tokenizer, load_tokenizer
 from depthbench.inference.prompt import TextStream
+from depthbench.inference.sampling import Sampler
 from tests.corpora import Corpus
 
 from .commands import LAYOUTS, checkpoint, command
@@ -53,6 +56,24 @@ def test_stops(folder: Path) -> None:
     assert stopped["tokens"] == tokens[: tokens.index(stop)] and stopped["stopped_by"] == stop
 
 
+def test_the_end_of_a_document_stops(folder: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tokenizer's; where ids alone are known no token ends anything."""
+    eod = load_tokenizer(corpus.tokenizer).eod
+    script = [5, 7, eod, 9, 11, 13, 15, 17]
+    drawn: list[int] = []
+
+    def draw(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
+        drawn.append(script[len(drawn)])
+        return torch.tensor(drawn[-1:])
+
+    monkeypatch.setattr(Sampler, "__call__", draw)
+    stopped = written(folder, "--tokenizer", str(corpus.tokenizer))
+    assert stopped["tokens"] == [5, 7] and stopped["stopped_by"] == eod
+    assert stopped["text"] == load_tokenizer(corpus.tokenizer).decode([5, 7])
+    going_on = written(folder)
+    assert going_on["tokens"] == script and going_on["stopped_by"] is None
+
+
 def test_text_as_it_comes(folder: Path, corpus: Corpus) -> None:
     said = command("generate", str(folder), "--prompt", TEXT, "--max-tokens", "6")
     as_json = command("generate", str(folder), "--prompt", TEXT, "--max-tokens", "6", "--json")
@@ -67,6 +88,33 @@ def test_text_as_it_comes(folder: Path, corpus: Corpus) -> None:
     stream.finish()
     assert "".join(pieces) == stream.text == tokenizer.decode(ids)[len(tokenizer.decode(ids[:2])) :]
     assert len([piece for piece in pieces if piece]) > 5 and not any("\ufffd" in piece for piece in pieces)
+
+
+class Counted(Tokenizer):
+    """Knows how many ids it has decoded at once."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.inner, self.most = inner, 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.inner.encode_batch(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.most = max(self.most, len(ids))
+        return self.inner.decode(ids)
+
+
+def test_a_long_text_is_not_decoded_again_and_again(corpus: Corpus) -> None:
+    tokenizer = Counted(load_tokenizer(corpus.tokenizer))
+    text = f"A {TEXT} and the with statement wraps\n  a block; " * 6
+    ids = tokenizer.encode_batch([text])[0]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, ids[:3], pieces.append)
+    for token in ids[3:]:
+        stream.add(token)
+    stream.finish()
+    assert tokenizer.most < 25 < len(ids) / 4
+    assert tokenizer.decode(ids[:3]) + "".join(pieces) == tokenizer.decode(ids) == text and stream.text in text
 
 
 def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> None:
@@ -88,9 +136,14 @@ def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> N
         (["--ids", "1", "--prompt", "a"], "one of them"),
         (["--ids", "1", "--chunk", "0"], "a chunk of 0 tokens: give at least 1"),
         (["--ids", "1", "--max-tokens", "0"], "--max-tokens=0 must be at least 1"),
+        (["--ids", "1", "--stop", "515"], "--stop=515 is outside the vocabulary, 0 .. 514"),
+        (["--ids", "1", "--stop", "2", "--stop", "-1"], "--stop=-1 is outside the vocabulary, 0 .. 514"),
         (["--ids", "1", "--top-p", "2"], "top-p of 2.0 must be above 0"),
         (["--file", "/nowhere/prompt.txt"], "cannot read /nowhere/prompt.txt"),
         (["--prompt", "a", "--tokenizer", "/nowhere"], "no tokenizer at /nowhere"),
+        (["--ids", "1", "pipeline.microbatch_group=-1"], "pipeline.microbatch_group=-1 must be above 0"),
+        (["--ids", "1", "pipeline.microbatch_group=2"], "microbatch_group=2 needs the interleaved schedule"),
+        (["--ids", "1", "pipeline.timeout=0"], "pipeline.timeout=0.0 must be above 0"),
         (["--ids", "1", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
         (["--ids", "1", "parallel.pipeline=3"], "does not divide over parallel.pipeline=3"),
         (["--ids", "1", "residual=hc"], "trained with residual.architecture=block_attnres"),
@@ -102,6 +155,11 @@ def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.
     """Found before any process group starts."""
     assert cli.main(["generate", str(folder), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_has_nothing_to_write_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "quickstart", "--ids", "1"]) == 2
+    assert "quickstart names a run's settings" in capsys.readouterr().err
 
 
 def test_of_several_processes(

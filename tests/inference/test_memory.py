@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 
 from depthbench.config.schema import RunConfig
 from depthbench.inference.engine import Engine
@@ -59,7 +60,11 @@ def measured(
     for run in runs:
         transport = make_transport(run, context)
         loaded = Loaded(run, build_stages(run, context, transport), transport)
-        found.append([measure(loaded, text(reading), reading) for reading in readings])
+        own = []
+        for reading in readings:
+            get_global_memory_buffer().buffer.clear()  # else only the first one makes it
+            own.append(measure(loaded, text(reading), reading))
+        found.append(own)
         del loaded, transport
         gc.collect()
     return found
@@ -67,8 +72,9 @@ def measured(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_plan_is_what_is_held(layout: str) -> None:
-    """Keys and values, depth state and history cache to the byte; weights to a hundredth; the workspace to a quarter of
-    itself. Of interleaved stages the peak is a bound: state and cache share tensors that the plan counts in both."""
+    """Keys and values, depth state and history cache to the byte; weights to a hundredth; the workspace to a tenth of
+    itself on one rank, else to a fifth (gloo lets go of a buffer some time after its operation). Of interleaved stages
+    the plan counts in both the state and the cache what they share: there the peak stays below 1.1 times its own."""
     world_size, parallel = LAYOUTS[layout]
     runs = [run_of(name, parallel) for name in SHIPPED]
     ranks = run_workers(world_size, measured, runs, READINGS)
@@ -85,7 +91,21 @@ def test_the_plan_is_what_is_held(layout: str) -> None:
                 if "virtual_pipeline" in parallel:
                     assert rank.peak <= 1.1 * plan.peak, what
                 else:
-                    assert rank.workspace == pytest.approx(plan.workspace, rel=0.25), what
+                    assert rank.workspace == pytest.approx(plan.workspace, rel=0.1 if world_size == 1 else 0.2), what
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_many_narrow_sources(precision: str) -> None:
+    """Where logits over depth, and attention's over depth slots, weigh as much as hidden states; grouped queries."""
+    narrow = {**MODEL, "num_layers": 20, "hidden_size": 32, "ffn_hidden_size": 48}
+    names = ("full_attnres", "moda")
+    runs = [small_run(*shipped(name), model=narrow, train={"precision": precision}) for name in names]
+    (found,) = run_workers(1, measured, runs, [Reading(65, 65), Reading(65, 40)])
+    for name, readings in zip(names, found, strict=True):
+        for each in readings:
+            (rank,), (plan,) = each.ranks, each.planned
+            assert rank.depth_state == plan.depth_state
+            assert rank.workspace == pytest.approx(plan.workspace, rel=0.1), (name, each.reading)
 
 
 def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Reading) -> int:
@@ -107,8 +127,8 @@ def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Re
 
 @pytest.mark.parametrize("chunk", [201, 64])
 def test_sources_are_shared_by_tokens(chunk: int) -> None:
-    """Blocks of two sublayers, so eight of them, the embedding and the running sum in the place of the last: ranks hold
-    9 x ceil(T / TP) x D x bytes of storage of the whole text, or of a chunk."""
+    """Four blocks of two sublayers: the embedding and four sums, the last one running at first. Ranks hold
+    5 x ceil(T / TP) x D x bytes of storage of the whole text, or of a chunk."""
     run, reading = run_of("block_attnres", SHARED), Reading(201, chunk)
     assert run.residual.num_blocks == 4
     sources, width, element = 5, MODEL["hidden_size"], 4

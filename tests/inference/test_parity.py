@@ -1,8 +1,8 @@
 """Reading in chunks, under every layout, gives the naive references' logits, and decoding goes on from there.
 
-Ten architectures, tensor and pipeline parallelism, chunks of the whole text, of 7 and of 64 tokens, odd lengths,
-a cache of one page and of small ones. The everyday selection has every architecture under every layout; `.ci/run` runs
-the rest (`-m matrix`).
+Ten architectures, and a Block AttnRes that does reads ahead; tensor and pipeline parallelism, chunks of the whole text,
+of 7 and of 64 tokens, odd lengths, a cache of one page and of small ones. The everyday selection has every architecture
+under every layout; `.ci/run` runs the rest (`-m matrix`).
 """
 
 from functools import cache
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.models import ARCHITECTURES
+from depthbench.config.validate import layout_of, residual_of
 
-from .reading import Found, Settings, compared, named
+from .reading import AHEAD, MODELS, Found, Settings, compared, named, run_of
 
 SHARED = {"tensor": 2, "sequence": True}
 STAGES, CHUNKS = {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}
@@ -54,14 +54,22 @@ def check(layout: str, number: int, everyday: bool) -> None:
             assert found.next, setting
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_are_done_ahead(layout: str) -> None:
+    """Of the last stage's chunk, whatever the layout."""
+    run = run_of(MODELS.index(AHEAD), LAYOUTS[layout][1])
+    first, last = layout_of(run).span(layout_of(run).num_chunks - 1)
+    assert residual_of(run).reads_ahead(2 * first, 2 * last) == [[6, 7, 8]]
+
+
 @pytest.mark.parametrize("layout", EVERYDAY)
-@pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=named)
+@pytest.mark.parametrize("number", range(len(MODELS)), ids=named)
 def test_reading_in_chunks(number: int, layout: str) -> None:
     check(layout, number, everyday=True)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("number", range(len(ARCHITECTURES)), ids=named)
+@pytest.mark.parametrize("number", range(len(MODELS)), ids=named)
 def test_the_rest_of_the_matrix(number: int, layout: str) -> None:
     check(layout, number, everyday=False)

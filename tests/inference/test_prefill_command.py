@@ -58,6 +58,9 @@ def test_a_checkpoint_and_a_text(layout: str, folder: Path, tmp_path: Path) -> N
         (["--tokens", "8", "--most-ahead", "0"], "--most-ahead=0 must be at least 1"),
         (["--tokens", "8", "residual=moda"], "trained with residual.architecture=hc"),
         (["--tokens", "8", "parallel.tensor=3"], "not divisible by parallel.tensor=3"),
+        (["--tokens", "8", "pipeline.microbatch_group=-1"], "pipeline.microbatch_group=-1 must be above 0"),
+        (["--tokens", "8", "pipeline.microbatch_group=2"], "microbatch_group=2 needs the interleaved schedule"),
+        (["--tokens", "8", "pipeline.timeout=0"], "pipeline.timeout=0.0 must be above 0"),
         (["--tokens", "8", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
         (["--input", "/nowhere.txt"], "cannot read /nowhere.txt"),
     ],
@@ -65,6 +68,17 @@ def test_a_checkpoint_and_a_text(layout: str, folder: Path, tmp_path: Path) -> N
 def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prefill", str(folder), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", [".", "file/found.json"])
+def test_output_that_cannot_be_written(
+    output: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found before the model is there."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("depthbench.inference.load.load", None)
+    assert cli.main(["prefill", str(folder), "--tokens", "8", "--output", f"{tmp_path}/{output}"]) == 2
+    assert f"cannot write --output={tmp_path}" in capsys.readouterr().err
 
 
 def test_texts_that_are_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthbench.config.schema import RunConfig
+from depthbench.inference.engine import Engine
+from depthbench.model.build import build_stage
+from depthbench.parallel import startup
 from depthbench.residual import Shape, architecture, depth_read
 from depthbench.residual.protocol import Connection
 from depthbench.residual.state import DepthState
+from tests.harness import join_world, run_workers
+from tests.models import small_run
 
 LAYERS, WIDTH, BLOCKS = 12, 20, 4
 LENGTH = 2 * LAYERS // BLOCKS
@@ -104,5 +110,33 @@ def test_bounded_groups_read_once_a_part(monkeypatch: pytest.MonkeyPatch) -> Non
     reads = Reads(monkeypatch)
     run(residual, readers)
     assert reads.ahead == [(3, 4), (4, 4), (4, 3)]
-    assert residual.kept_ahead(0, 2 * LAYERS, 4) == 4
-    assert residual.kept_ahead(0, 2 * LAYERS) == LENGTH + 1
+    assert residual.reads_ahead(0, 2 * LAYERS, 4) == [[12, 13, 14, 15], [18, 19, 20, 21], [22, 23, 24]]
+    assert residual.reads_ahead(0, 2 * LAYERS) == [list(range(12, 18)), list(range(18, 25))]
+
+
+def finished_reads(rank: int, world_size: int, store: str, run: RunConfig, most: list[int | None]) -> list[int]:
+    """Finished sources that a model passes over while it reads one text, with so many reads done ahead at most."""
+    join_world(rank, world_size, store)
+    stage = build_stage(run, startup.start(run))
+    sums = sum(len(stage.residual.state_at(k).live) for k in range(1, stage.residual.shape.num_sublayers + 1))
+    found = []
+    for each in most:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            reads = Reads(monkeypatch)
+            Engine([stage], None, 1, 5, most_ahead=each).read(torch.tensor([[1, 2, 3, 4, 5]]))
+        found.append(reads.finished - sums + sum(sources for sources, _ in reads.ahead))
+    return found
+
+
+def test_reads_of_a_model() -> None:
+    """28 layers in 8 blocks of 7 sublayers. One by one: 6 reads of 1 finished source, 7 of each of 2 .. 7, 8 of 8 (the
+    readout is among them), and the readout's of the last block. Ahead: once from the third block on. By parts of 4:
+    blocks 2 .. 6 do 4 reads ahead and then 3, with 3 sources one by one; the last block 4 and 4."""
+    tiny = {"num_layers": 28, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2, "num_kv_heads": 1}
+    run = small_run("block_attnres", {"num_blocks": 8}, model=tiny)
+    early, last = 6 * 1 + 7 * 2, 1
+    one_by_one = early + 7 * (3 + 4 + 5 + 6 + 7) + 8 * 8 + last
+    ahead = early + (3 + 4 + 5 + 6 + 7) + 8 + last
+    by_parts = early + (3 + 3 * 3) + 2 * (4 + 5 + 6 + 7) + 2 * 8 + last
+    assert (one_by_one, ahead) == (260, 54)
+    assert run_workers(1, finished_reads, run, [1, None, 4]) == [[one_by_one, ahead, by_parts]]
