@@ -197,16 +197,6 @@ def test_cancelled_is_cancelled(running: Submitted) -> None:
     assert running.restarts == 0
 
 
-def test_a_killed_rank(running: Submitted, whole: Path) -> None:
-    """The job resumes from the newest checkpoint: nothing before it is trained again."""
-    os.kill(max(ranks(running)), signal.SIGKILL)
-    running.finish()
-    first, last = running.attempts()
-    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
-    assert first.step - first.saved <= 20
-    assert_same_run(running.folder, whole, STEPS)
-
-
 @contextlib.contextmanager
 def without(node: str) -> Iterator[None]:
     """Slurm hears nothing more of the node; at the end it is there again."""
