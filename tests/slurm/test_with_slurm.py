@@ -61,6 +61,37 @@ def running(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
     slurm("scancel", "--quiet", job.number)
 
 
+def pipeline_of(corpus: Corpus, folder: Path) -> RunConfig:
+    """Two stages, each on a node of its own."""
+    return trainable_run(
+        corpus,
+        folder,
+        parallel={"pipeline": 2},
+        train={"steps": STEPS, "eval_every": 0},
+        checkpoint={"every": 20},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_pipeline(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that run, without interruptions."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_workers(2, training, pipeline_of(corpus, folder))
+    return folder
+
+
+@pytest.fixture
+def pipeline(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
+    """The same run as a job of two nodes, past its first checkpoint."""
+    cluster = tmp_path / "cluster.yaml"
+    text = (ROOT / "launch/clusters/local-slurm.yaml").read_text()
+    cluster.write_text(text.replace("gpus_per_node: 2", "gpus_per_node: 1"))
+    job = submit(pipeline_of(corpus, tmp_path / "run"), str(cluster), "--nodes", "2")
+    job.wait_for_step(25)
+    yield job
+    slurm("scancel", "--quiet", job.number)
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -82,6 +113,15 @@ def ranks(job: Submitted) -> list[int]:
 
     started = [pid for pid in processes(job) if "distributed.run" not in command_of(pid)]
     return [pid for pid in started if "distributed.run" in command_of(parent(pid))]
+
+
+def of_node(job: Submitted, number: int) -> list[int]:
+    """Ids of the ranks on one of the job's nodes."""
+
+    def there(pid: int) -> bool:
+        return f"SLURM_NODEID={number}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+    return [pid for pid in ranks(job) if there(pid)]
 
 
 def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tmp_path: Path) -> None:
@@ -157,14 +197,15 @@ def test_cancelled_is_cancelled(running: Submitted) -> None:
     assert running.restarts == 0
 
 
-def test_a_killed_rank(running: Submitted, whole: Path) -> None:
-    """The job resumes from the newest checkpoint: nothing before it is trained again."""
-    os.kill(max(ranks(running)), signal.SIGKILL)
-    running.finish()
-    first, last = running.attempts()
-    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
-    assert first.step - first.saved <= 20
-    assert_same_run(running.folder, whole, STEPS)
+@contextlib.contextmanager
+def without(node: str) -> Iterator[None]:
+    """Slurm hears nothing more of the node; at the end it is there again."""
+    configuration = os.environ["SLURM_CONF"]
+    os.kill(int((Path(configuration).parent / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        subprocess.run(["slurmd", "-f", configuration, "-N", node], check=True)
 
 
 def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) -> None:
@@ -174,22 +215,40 @@ def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) ->
     survivors = processes(running)
     for pid in survivors:
         os.kill(pid, signal.SIGSTOP)
-    folder = Path(os.environ["SLURM_CONF"]).parent
-    os.kill(int((folder / "run" / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
-    try:
+    with without(node):
         running.wait_for(lambda: (running.folder / "attempt").read_text() == f"{running.number}.1", "another attempt")
         before = running.step
         for pid in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         running.finish()
-    finally:
-        subprocess.run(["slurmd", "-f", os.environ["SLURM_CONF"], "-N", node], check=True)
     lost, last = running.attempts()
     assert (lost.attempt, lost.kind, last.kind) == (f"{running.number}.0", Kind.LOST, Kind.FINISHED)
     assert before < STEPS
     assert f"attempt {running.number}.0 no longer owns" in running.log()
     assert_same_run(running.folder, whole, STEPS)
+
+
+def test_a_killed_rank_of_the_second_node(pipeline: Submitted, whole_pipeline: Path) -> None:
+    """The first stage, on another node, loses its partner; the job resumes from the newest checkpoint."""
+    (stage,) = of_node(pipeline, 1)
+    os.kill(stage, signal.SIGKILL)
+    pipeline.finish()
+    first, last = pipeline.attempts()
+    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
+    assert first.step - first.saved <= 20
+    assert_same_run(pipeline.folder, whole_pipeline, STEPS)
+
+
+def test_the_second_node_is_lost(pipeline: Submitted, whole_pipeline: Path) -> None:
+    """Slurm ends what is left on the first, where the job's script runs, and requeues the job on other nodes."""
+    _, node = pipeline.nodes
+    with without(node):
+        pipeline.wait_for(lambda: pipeline.restarts == 1, "a requeue")
+        pipeline.finish()
+    lost, last = pipeline.attempts()
+    assert (lost.attempt, lost.kind, last.kind) == (f"{pipeline.number}.0", Kind.LOST, Kind.FINISHED)
+    assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
 def test_a_failure_that_repeats_itself_ends_the_job(corpus: Corpus, tmp_path: Path) -> None:
@@ -234,25 +293,29 @@ def test_a_task_of_an_array_is_requeued_alone(
     other has finished."""
     given, sweep = tmp_path / "given.yaml", tmp_path / "lengths.yaml"
     given.write_text(yaml.safe_dump(plain(run_of(corpus, tmp_path / "unused"))))
-    sweep.write_text(f"limit: 2\ngrid: {{train.steps: [4, {3 * STEPS}, {STEPS}]}}\n")
+    lengths = (4, 100 * STEPS, STEPS)
+    sweep.write_text(f"limit: 2\ngrid: {{train.steps: {list(lengths)}}}\n")
     monkeypatch.chdir(tmp_path)
     assert main(["submit", str(given), "--cluster", "local-slurm", "--array", str(sweep)]) == 0
     (number,) = re.findall(r"submitted job (\d+)", capsys.readouterr().out)
     done, sibling, last = (
-        Submitted(f"{number}_{task}", tmp_path / "runs" / "lengths" / str(steps))
-        for task, steps in enumerate((4, 3 * STEPS, STEPS))
+        Submitted(f"{number}_{task}", tmp_path / "runs" / "lengths" / str(steps)) for task, steps in enumerate(lengths)
     )
-    last.wait_for_step(25)
-    assert f" JobId={number} " in f" {last.shown()}"
-    assert (done.state, sibling.state) == ("COMPLETED", "RUNNING")
-    slurm("scancel", "--batch", "--signal=USR1", last.number)
-    last.wait_for(lambda: last.restarts == 1, "a requeue")
-    last.finish()
-    sibling.finish()
+    try:
+        last.wait_for_step(25)
+        assert last.shown().startswith(f"JobId={number} ")
+        assert (done.state, sibling.state) == ("COMPLETED", "RUNNING")
+        slurm("scancel", "--batch", "--signal=USR1", last.number)
+        last.wait_for(lambda: last.restarts == 1, "a requeue")
+        last.finish()
+        assert (done.state, sibling.state) == ("COMPLETED", "RUNNING")
+    finally:
+        slurm("scancel", "--quiet", number)
     assert [ended.kind for ended in last.attempts()] == [Kind.STOPPED, Kind.FINISHED]
     assert_same_run(last.folder, whole, STEPS)
-    for other in (done, sibling):
-        assert other.restarts == 0 and [ended.kind for ended in other.attempts()] == [Kind.FINISHED]
+    assert (done.restarts, sibling.restarts) == (0, 0)
+    assert [ended.kind for ended in done.attempts()] == [Kind.FINISHED]
+    assert sibling.ends() == "CANCELLED" and not [one for one in sibling.attempts() if one.kind is not Kind.CANCELLED]
 
 
 def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
