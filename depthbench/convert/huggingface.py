@@ -17,7 +17,7 @@ from depthbench.residual import Residual, architecture
 
 from .library import installed_transformers
 from .llama import llama_settings
-from .names import Exported, named_tensors
+from .names import Exported, listed, named_tensors, tensor_faults
 from .shards import INDEX
 
 CONFIG = "config.json"
@@ -36,7 +36,7 @@ class HuggingFaceFolder:
         self.folder = folder
         config = read_json(folder / CONFIG)
         self.remote_code = config.get("model_type") == OWN
-        self.model, self.architecture, self.residual = read_settings(folder)
+        self.model, self.architecture, self.residual = settings_in(config, folder)
         self._files = _files(folder)
         found = {name: stored for file in self._files for name, stored in _contents(file).items()}
         described = architecture(self.architecture)(self.residual, self.model.residual_shape)
@@ -95,9 +95,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_settings(folder: Path) -> tuple[ModelConfig, str, Any]:
-    """Backbone, architecture and its settings in the folder's config.json. Raises UserError for a model not ours."""
-    config = read_json(folder / CONFIG)
+def settings_in(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
+    """Backbone, architecture and its settings in `folder`'s config.json. Raises UserError for a model not ours."""
     return (_own if config.get("model_type") == OWN else _llama)(config, folder)
 
 
@@ -177,15 +176,9 @@ def _contents(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype, Path]
 def _check(folder: Path, wanted: Iterable[Exported], found: dict[str, tuple[int, ...]], tied: bool) -> None:
     needed = {tensor.name: tensor.shape for tensor in wanted}
     # transformers ties them, whatever is stored
-    besides = {"lm_head.weight"} if tied else set()
-    unexpected = {name for name in found.keys() - needed.keys() - besides if not _BUFFERS.search(name)}
-    faults = [f"{name} is missing" for name in needed if name not in found]
-    faults += [f"{name} belongs to no part of the model" for name in sorted(unexpected)]
-    faults += [
-        f"{name} has shape {found[name]}, {CONFIG} makes it {shape}"
-        for name, shape in needed.items()
-        if found.get(name, shape) != shape
-    ]
-    if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise UserError(f"{folder}: weights and {CONFIG} do not fit: {'; '.join(faults[:8])}{more}")
+    besides = {name for name in found if _BUFFERS.search(name)} | (
+        {"lm_head.weight"} - needed.keys() if tied else set()
+    )
+    held = {name: shape for name, shape in found.items() if name not in besides}
+    if faults := tensor_faults(held, needed, f"{CONFIG} makes"):
+        raise UserError(f"{folder}: weights and {CONFIG} do not fit: {listed(faults)}")

@@ -26,7 +26,7 @@ from depthbench.config.validate import residual_of
 from depthbench.data.tokenizers import load_tokenizer
 from depthbench.errors import UserError
 
-from .names import Exported, named_tensors
+from .names import Exported, listed, named_tensors, tensor_faults
 from .output import check_out, new_folder
 from .reading import PREFIX
 from .source import Source
@@ -66,7 +66,9 @@ def import_model(
     dtype = dtype or _holding_all(source)
     run = run_of(source, out, dtype)
     tensors = named_tensors(run.model, residual_of(run), dtype, llama=False)
-    _check_names(source, tensors)
+    # of shapes a source tells none before it is read
+    if faults := tensor_faults(dict.fromkeys(source.dtypes, ()), {t.logical: () for t in tensors}, ""):
+        raise UserError(f"the source's weights and settings do not fit: {listed(faults)}")
     planned = {PREFIX + t.logical: Planned(PREFIX + t.logical, t.shape or (1,), t.dtype) for t in tensors}
 
     def make(key: str) -> Tensor:
@@ -140,15 +142,6 @@ def _manifest(source: Source, run: RunConfig) -> dict[str, Any]:
         "data": {},
         "settings": plain(run),
     }
-
-
-def _check_names(source: Source, tensors: list[Exported]) -> None:
-    needed = {tensor.logical for tensor in tensors}
-    faults = [f"{name} is missing" for name in sorted(needed - source.dtypes.keys())]
-    faults += [f"{name} belongs to no part of the model" for name in sorted(source.dtypes.keys() - needed)]
-    if faults:
-        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise UserError(f"the source's weights and settings do not fit: {'; '.join(faults[:8])}{more}")
 
 
 def _copy_tokenizer(source: Source, partial: Path, run: RunConfig, warn: Callable[[str], None]) -> None:

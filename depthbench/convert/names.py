@@ -1,6 +1,6 @@
 """From a checkpoint's logical tensors to an export's: names, shapes, types."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,22 +87,31 @@ def named_tensors(model: ModelConfig, residual: Residual, dtype: torch.dtype, ll
     return found
 
 
+def tensor_faults(
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], makes: str
+) -> list[str]:
+    """How stored tensors' shapes differ from those wanted. makes: what makes these so, as `config.json makes`."""
+    return [
+        *(f"{name} is missing" for name in wanted if name not in stored),
+        *(f"{name} belongs to no part of the model" for name in sorted(stored.keys() - wanted.keys())),
+        *(
+            f"{name} has shape {stored[name]}, {makes} it {shape}"
+            for name, shape in wanted.items()
+            if stored.get(name, shape) != shape
+        ),
+    ]
+
+
+def listed(faults: Sequence[str], most: int = 8) -> str:
+    """The first of them, and how many more there are."""
+    return "; ".join(faults[:most]) + (f"; and {len(faults) - most} more" if len(faults) > most else "")
+
+
 def check(weights: Weights, wanted: list[Exported]) -> None:
     """Raise UserError naming tensors that the checkpoint lacks, has besides, or has in another shape."""
-    stored: Mapping[str, tuple[int, ...]] = weights.shapes
     needed = {tensor.logical: tensor.shape or (1,) for tensor in wanted}
-    faults = [f"{name} is missing" for name in needed.keys() - stored.keys()]
-    faults += [f"{name} belongs to no part of the model" for name in stored.keys() - needed.keys()]
-    faults += [
-        f"{name} has shape {stored[name]}, the settings make it {shape}"
-        for name, shape in needed.items()
-        if stored.get(name, shape) != shape
-    ]
-    if faults:
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+    if faults := tensor_faults(weights.shapes, needed, "the settings make"):
         raise UserError(
             f"checkpoint {weights.checkpoint.path} does not fit the settings in its own manifest.json "
-            f"({weights.run.architecture}, {weights.run.model.num_layers} blocks): "
-            + "; ".join(sorted(faults)[:5])
-            + more
+            f"({weights.run.architecture}, {weights.run.model.num_layers} blocks): {listed(sorted(faults), 5)}"
         )

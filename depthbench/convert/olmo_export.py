@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from .output import EXPORTED, check_out, new_folder, write_json
 from .reading import PREFIX, Weights
 from .tokenizer import write_tokenizer
 
-_SHAPE = {name: attrgetter(name) for name in (*SHAPE, "sequence_length") if name not in ("num_kv_heads", "head_dim")}
-_SHAPE |= {name: attrgetter(name) for name in ("kv_heads", "head_size")}  # which may be null
 VERSION = "2.5.0"  # of OLMo-core, whose layout this is
 
 
@@ -110,7 +107,8 @@ def verify_olmo(done: OlmoExport) -> str | None:
     assert residual.olmo is not None
     source = OlmoSource(done.folder, {name: getattr(run.residual, name) for name in residual.olmo.unsaid})
     theirs = residual_of(run_of(source, done.folder, torch.float32))
-    ours_and_theirs = {f"model.{name}": (get(run.model), get(source.model)) for name, get in _SHAPE.items()}
+    here, there = run.model.in_effect(), source.model.in_effect()
+    ours_and_theirs = {f"model.{name}": (here[name], there[name]) for name in (*SHAPE, "sequence_length")}
     for name in (*residual.olmo.settings, *residual.olmo.constants, *residual.olmo.eps):
         ours_and_theirs[f"residual.{name}"] = (in_effect(residual, name), in_effect(theirs, name))
     for name, (ours, read) in ours_and_theirs.items():

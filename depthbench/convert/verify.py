@@ -23,6 +23,7 @@ from depthbench.config.schema import RunConfig
 from depthbench.residual.state import DepthState
 
 from .export import Export
+from .names import listed
 from .trainers_model import Values, run_trainers_model
 from .verify_export import load
 from .verify_settings import settings_faults
@@ -57,8 +58,7 @@ class Comparison:
     def describe(self) -> str:
         """One line: that they agree, or where they part."""
         if self.faults:
-            more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
-            return f"the export's files are not its model's: {'; '.join(self.faults[:5])}{more}"
+            return f"the export's files are not its model's: {listed(self.faults, 5)}"
         if self._small(self.logits):
             return f"verified: logits at {self.tokens} positions agree to {self.logits:.1e} of the largest"
         if self.equal:
@@ -97,10 +97,12 @@ def _as(given: Any, state: DepthState) -> Any:
 def _apart(state: Any, wanted: Any) -> float:
     """Of what a part left, and what the source's left: the difference of the tensor where it is largest."""
     if isinstance(state, Tensor):
-        return _error(state, wanted)
+        return relative_error(state, wanted)
     ours, theirs = ({**each.live, **each.history} for each in (wanted, state))
     assert ours.keys() == theirs.keys(), f"{ours.keys() ^ theirs.keys()} in one depth state alone"
-    return max((_error(theirs[name], ours[name]) for name in ours), key=lambda error: (math.isnan(error), error))
+    return max(
+        (relative_error(theirs[name], ours[name]) for name in ours), key=lambda error: (math.isnan(error), error)
+    )
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def by_parts(model: Any, tokens_BS: Tensor, ours: Values) -> tuple[float, tuple[
         layer.register_forward_hook(after)
     (inner.norm if llama else inner.readout).register_forward_pre_hook(before(len(inner.layers)))
     logits = model(tokens_BS, use_cache=False).logits
-    return embedding, tuple(blocks), _error(logits, ours.logits)
+    return embedding, tuple(blocks), relative_error(logits, ours.logits)
 
 
 def verify(done: Export) -> Comparison:
@@ -149,12 +151,12 @@ def verify(done: Export) -> Comparison:
         done.weights.run, lambda name, shape: done.weights.read(name, shape, types[name]), tokens_BS, dtype
     )
     with torch.no_grad():
-        logits = _error(model(tokens_BS, use_cache=False).logits, ours.logits)
+        logits = relative_error(model(tokens_BS, use_cache=False).logits, ours.logits)
     if logits <= tolerance:
         return Comparison(tokens_BS.numel(), logits, tolerance)
     return Comparison(tokens_BS.numel(), logits, tolerance, *by_parts(model, tokens_BS, ours))
 
 
-def _error(theirs: Tensor, ours: Tensor) -> float:
-    """NaN where either has one; absolute where ours is zero everywhere."""
+def relative_error(theirs: Tensor, ours: Tensor) -> float:
+    """Largest difference over the largest element of ours; NaN where either has one; absolute where ours is zero."""
     return float((theirs - ours).abs().max() / (ours.abs().max() or 1.0))

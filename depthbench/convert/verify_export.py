@@ -12,10 +12,11 @@ from torch import Tensor
 from .export import Export
 from .layerwise import Layerwise, parameters_on_meta
 from .library import installed_transformers
+from .names import tensor_faults
 from .shards import INDEX
 
 
-class StoredTensors:
+class WeightFiles:
     """The tensors in the safetensors files that transformers would load. shapes: of each, by name."""
 
     def __init__(self, folder: Path) -> None:
@@ -27,15 +28,8 @@ class StoredTensors:
 
     def faults(self, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
         """How the files differ from `wanted`, or from their own index."""
-        found = [f"{name} is missing" for name in wanted if name not in self.shapes]
-        found += [f"{name} belongs to no part of the model" for name in self.shapes if name not in wanted]
-        found += [f"{name} is not in the index" for name in self.shapes if name not in self._places]
-        found += [
-            f"{name} has shape {self.shapes[name]}, the model makes it {shape}"
-            for name, shape in wanted.items()
-            if self.shapes.get(name, shape) != shape
-        ]
-        return found
+        unlisted = (f"{name} is not in the index" for name in self.shapes if name not in self._places)
+        return [*tensor_faults(self.shapes, wanted, "the model makes"), *unlisted]
 
     def read(self, name: str) -> Tensor:
         """One tensor, as it is stored."""
@@ -64,7 +58,7 @@ def load(done: Export, dtype: torch.dtype) -> tuple[Any, list[str]]:
     with parameters_on_meta():
         model = auto.AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
     model.tie_weights()
-    stored = StoredTensors(done.folder)
+    stored = WeightFiles(done.folder)
     tied = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: tied[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     wanted = {names.get(name, name): tuple(values.shape) for name, values in model.state_dict().items()}

@@ -21,7 +21,7 @@ from .reading import Weights
 from .source import Source
 from .trainers_model import run_trainers_model
 from .upcycle import Upcycled
-from .verify import TOLERANCE, TOLERANCE_FLOAT64, sample_tokens
+from .verify import TOLERANCE, TOLERANCE_FLOAT64, relative_error, sample_tokens
 
 Types = Mapping[str, torch.dtype]
 
@@ -85,5 +85,4 @@ def verify(source: Source, done: Import) -> Difference:
         theirs = run_trainers_model(run, read, tokens_BS, dtype).logits
     weights = Weights(done.folder)
     ours = run_trainers_model(done.run, lambda n, s: weights.read(n, s, weights.dtypes[n]), tokens_BS, dtype).logits
-    error = float((ours - theirs).abs().max() / theirs.abs().max())
-    return Difference(tokens_BS.numel(), error, tolerance, different)
+    return Difference(tokens_BS.numel(), relative_error(ours, theirs), tolerance, different)

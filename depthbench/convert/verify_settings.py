@@ -9,27 +9,23 @@ from depthbench.model.config import ModelConfig
 from depthbench.model.rope_scaling import inverse_frequencies
 
 from .export import Export
-from .huggingface import read_settings
+from .huggingface import CONFIG, read_json, settings_in
 
-_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_heads",
-    "head_size",
-    "vocab_size",
-    "sequence_length",
-    "tie_embeddings",
-)
+_APART = ("rope_theta", "rope_scaling")  # compared by what they do
+_FREE = ("init_std",)  # a trained model does not depend on it
 
 
 def settings_faults(done: Export) -> list[str]:
     """What differs between the checkpoint's settings and those that an import reads from the export."""
     run = done.weights.run
-    model, architecture, residual = read_settings(done.folder)
+    model, architecture, residual = settings_in(read_json(done.folder / CONFIG), done.folder)
+    fields = model.in_effect()
     pairs: list[tuple[str, Any, Any]] = [
-        *((f"model.{name}", getattr(run.model, name), getattr(model, name)) for name in _FIELDS),
+        *(
+            (f"model.{name}", ours, fields[name])
+            for name, ours in run.model.in_effect().items()
+            if name not in (*_APART, *_FREE)
+        ),
         ("residual.architecture", run.architecture, architecture),
         ("residual", run.residual, residual),
     ]

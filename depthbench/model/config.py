@@ -1,6 +1,7 @@
 """The backbone's shape."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from depthbench.errors import UserError
 from depthbench.residual import Shape
@@ -70,6 +71,11 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def in_effect(self) -> dict[str, Any]:
+        """Every field with the value that holds; last those for which null may stand."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("num_kv_heads", "head_dim")}
+        return {**fields, "num_kv_heads": self.kv_heads, "head_dim": self.head_size}
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the vocabulary's tables over all ranks."""

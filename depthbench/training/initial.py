@@ -8,16 +8,7 @@ from depthbench.config.load import plain, typed
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 
-_SHAPING = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "rope_theta",
-    "rope_scaling",
-    "tie_embeddings",
-)
+_FREE = ("sequence_length", "init_std")  # of the model: what its weights compute does not depend on them
 
 
 def find_initial(run: RunConfig) -> Published | None:
@@ -51,7 +42,5 @@ def find_initial(run: RunConfig) -> Published | None:
 
 def _function(run: RunConfig) -> dict[str, Any]:
     """What a model's weights depend on, for their shapes or for what they compute."""
-    model, settings = run.model, plain(run)
-    found = {f"model.{name}": settings["model"][name] for name in _SHAPING}
-    found |= {"model.num_kv_heads": model.kv_heads, "model.head_dim": model.head_size}
-    return {**found, **{f"residual.{name}": value for name, value in settings["residual"].items()}}
+    model = {f"model.{name}": value for name, value in run.model.in_effect().items() if name not in _FREE}
+    return {**model, **{f"residual.{name}": value for name, value in plain(run)["residual"].items()}}
