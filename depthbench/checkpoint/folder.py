@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,9 @@ class Published:
             raise self._broken(f"{MANIFEST} cannot be read ({error})") from error
         return content
 
-    def _metadata(self) -> Metadata:
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Torch's, of all tensors. Raises UserError where it cannot be read."""
         from torch.distributed.checkpoint import FileSystemReader
 
         try:
@@ -60,7 +63,7 @@ class Published:
         """What the checkpoint says of every stored tensor, by key."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        stored = self._metadata().state_dict_metadata
+        stored = self.metadata.state_dict_metadata
         return {key: m for key, m in stored.items() if isinstance(m, TensorStorageMetadata)}
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -71,7 +74,7 @@ class Published:
         """Raise UserError naming the first data file that is missing or shorter than the metadata says."""
         from .stored import damage
 
-        if fault := damage(self.path, self._metadata()):
+        if fault := damage(self.path, self.metadata):
             raise self._broken(fault)
 
 

@@ -54,12 +54,9 @@ class _Reader(FileSystemReader):
 class StoredTensors:
     """shapes, dtypes: of every tensor whose key starts with `prefix`, by the rest of its key."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        """Raises UserError where the metadata cannot be read, or a data file is missing or too short."""
-        self.folder, self.prefix = folder, prefix
-        metadata = _metadata(folder)
-        if fault := damage(folder, metadata):
-            raise UserError(f"{folder}: {fault}")
+    def __init__(self, folder: Path, metadata: Metadata, prefix: str) -> None:
+        """metadata: the folder's; its data files are there, see `damage`."""
+        self.prefix = prefix
         stored = {
             key.removeprefix(prefix): entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -85,7 +82,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
 
 
-def _metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
+    """Of a folder that anybody may have written. Raises UserError where it cannot be read."""
     try:
         metadata: Metadata = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
     except Exception as error:  # a pickle that is cut short fails in many ways

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthbench.checkpoint.stored import StoredTensors, same_bits
+from depthbench.checkpoint.stored import StoredTensors, damage, read_metadata, same_bits
 from depthbench.errors import UserError
 
 from .olmo_config import OlmoModel, read_model
@@ -61,7 +61,10 @@ class OlmoSource:
         self.unsaid = {name: values for name, values in said.unsaid.items() if name not in (given or {})}
         self.residual = _residual_config(said, given or {})
         residual = said.architecture(self.residual, said.model.residual_shape)
-        self._stored = StoredTensors(self.folder / TENSORS, "model.")
+        metadata = read_metadata(self.folder / TENSORS)
+        if fault := damage(self.folder / TENSORS, metadata):
+            raise UserError(f"{self.folder / TENSORS}: {fault}")
+        self._stored = StoredTensors(self.folder / TENSORS, metadata, "model.")
         tensors = olmo_tensors(said.model, residual, torch.float32)
         assert residual.olmo is not None
         self._names = check_tensors(str(self.folder / TENSORS), self._stored.shapes, tensors, residual.olmo)

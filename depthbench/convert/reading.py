@@ -33,7 +33,7 @@ class Weights:
         if not isinstance(settings, dict):
             raise UserError(f"checkpoint {self.checkpoint.path}: its manifest.json has no settings of the run")
         self.run: RunConfig = typed(settings)
-        self._stored = StoredTensors(self.checkpoint.path, PREFIX)
+        self._stored = StoredTensors(self.checkpoint.path, self.checkpoint.metadata, PREFIX)
         self.shapes, self.dtypes = self._stored.shapes, self._stored.dtypes
 
     def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -92,6 +92,16 @@ class Engine:
         self.length += count
         return found
 
+    def from_last_stage(self, ids_B: Tensor | None) -> Tensor:
+        """[B]: the ids that the first rank of the last stage gives, on every rank. A collective call of all.
+
+        ids_B: None on ranks of other stages.
+        """
+        found = torch.zeros(self.batch, dtype=torch.long) if ids_B is None else ids_B
+        found = found.to(self.device)
+        torch.distributed.broadcast(found, torch.distributed.get_world_size() - self.context.tp_size)
+        return found
+
     def _check(self, tokens_BT: Tensor) -> None:
         count = tokens_BT.shape[1]
         if count == 0:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from .engine import Engine
 from .sampling import Sampler
@@ -55,7 +53,7 @@ def generate(
     tokens: list[int] = []
     first: float | None = None
     while True:
-        token = _agree(engine, None if logits is None else sampler(logits))
+        token = int(engine.from_last_stage(None if logits is None else sampler(logits)))
         now = time.perf_counter() - began
         first = now if first is None else first
         if token in stop:
@@ -65,11 +63,3 @@ def generate(
         if len(tokens) == limit:
             return Generated(tokens, None, first, now)
         logits = engine.read(torch.tensor([[token]]))
-
-
-def _agree(engine: Engine, drawn: Tensor | None) -> int:
-    """What the first rank of the last stage has drawn, on every rank."""
-    world, tensor = dist.get_world_size(), engine.context.tp_size
-    token = torch.zeros(1, dtype=torch.long, device=engine.device) if drawn is None else drawn.to(engine.device)
-    dist.broadcast(token, world - tensor)
-    return int(token)

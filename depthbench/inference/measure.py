@@ -104,11 +104,7 @@ def measure(loaded: Loaded, tokens_BT: Tensor, reading: Reading, *, warm_up: boo
         dist.barrier()
         began = time.perf_counter()
         logits = engine.read(tokens_BT, reading.chunk)
-        following = torch.zeros(reading.batch, dtype=torch.long, device=engine.device)
-        if logits is not None:
-            following = logits.argmax(-1)
-        dist.broadcast(following, dist.get_world_size() - engine.context.tp_size)
-        next_tokens: list[int] = following.tolist()
+        next_tokens: list[int] = engine.from_last_stage(None if logits is None else logits.argmax(-1)).tolist()
         seconds = time.perf_counter() - began
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (seconds, watch.by_kind(engine)))

@@ -1,7 +1,5 @@
 """Where runs stand, read from what they left in their folders. No run is touched, and none has to be alive."""
 
-import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +8,9 @@ from typing import Any
 
 import yaml
 
+from .jsonl import last_lines
+
 SILENT = 600.0  # seconds without a word, beyond ten steps' time, after which a run is hardly alive
-_TAIL = 1 << 20  # bytes at a file's end in which its last lines are looked for: thousands of steps
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def read_state(folder: Path) -> RunState:
     settings = _mapping(folder / "run.yaml") or (_mapping(submissions[-1] / "run.yaml") if submissions else {})
     status = _mapping(folder / "status.json")
     metrics = folder / "metrics.jsonl"
-    lines = _last_lines(metrics)
+    lines = last_lines(metrics)
     last = lines[-1] if lines else {}
     evaluated = [line["eval/loss"] for line in lines if "eval/loss" in line]
     quiet = (
@@ -94,7 +93,7 @@ def read_state(folder: Path) -> RunState:
 def _last_word(folder: Path) -> dict[str, Any]:
     """How the newest attempt of a job ended, if nothing has been said of the run since."""
     journal, status = folder / "slurm" / "attempts.jsonl", folder / "status.json"
-    lines = _last_lines(journal)
+    lines = last_lines(journal)
     if not lines or (status.is_file() and status.stat().st_mtime_ns > journal.stat().st_mtime_ns):
         return {}
     return lines[-1]
@@ -112,25 +111,5 @@ def _mapping(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a JSONL file, however long it is."""
-    try:
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL)
-            file.seek(start)
-            pieces = file.read().split(b"\n")[1 if start else 0 : -1]  # the last has no end yet, or is empty
-    except OSError:
-        return []
-    return [line for line in map(_parsed, pieces) if line]
-
-
-def _parsed(piece: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(piece)
-    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

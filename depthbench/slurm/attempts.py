@@ -32,6 +32,11 @@ class Kind(enum.Enum):
     SUPERSEDED = "superseded"
 
 
+def job_of(attempt: str) -> str:
+    """JOB of JOB.RESTART, with its task in an array."""
+    return attempt.split(".")[0]
+
+
 @dataclass(frozen=True)
 class Ended:
     """An attempt that is over. attempt: JOB.RESTART, in an array JOB_TASK.RESTART. step: the last one that it
@@ -47,7 +52,7 @@ class Ended:
 
     @property
     def job(self) -> str:
-        return self.attempt.split(".")[0]
+        return job_of(self.attempt)
 
     @property
     def restart(self) -> int:

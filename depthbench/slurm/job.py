@@ -15,9 +15,10 @@ from pathlib import Path
 
 from depthbench.checkpoint import fence
 from depthbench.checkpoint.folder import latest
+from depthbench.logs.jsonl import last_lines
 from depthbench.training.status import read_status, settle_status
 
-from .attempts import Decision, Ended, Kind, append, decide, read
+from .attempts import Decision, Ended, Kind, append, decide, job_of, read
 
 NOTHING_TO_DO = 10  # exit statuses that the script reads
 REQUEUE = 11
@@ -44,16 +45,17 @@ def begin(folder: Path, attempt: str, last_step: int, steps: int, max_requeues: 
     Returns 0, or NOTHING_TO_DO where the run has reached `last_step`, or 1 where no further attempt should be made.
     """
     saved, before, owner = _saved(folder), read(journal(folder)), fence.owner(folder)
-    busy = owner and owner.split(".")[0] != attempt.split(".")[0] and _running(owner.split(".")[0])
+    holder = job_of(owner) if owner else None
+    busy = holder and holder != job_of(attempt) and _running(holder)
     if saved >= last_step:
         print(f"attempt {attempt}: the run has reached step {saved} of {last_step}; nothing to do")
         if not busy:
             settle_status(folder, saved, steps)
         return NOTHING_TO_DO
-    if owner and busy:
-        print(f"attempt {attempt}: job {owner.split('.')[0]} is running in {folder}: cancel it, or this job is no use")
+    if busy:
+        print(f"attempt {attempt}: job {holder} is running in {folder}: cancel it, or this job is no use")
         return 1
-    if owner and owner.split(".")[0] == attempt.split(".")[0] and owner not in {ended.attempt for ended in before}:
+    if owner and holder == job_of(attempt) and owner not in {ended.attempt for ended in before}:
         lost = Ended(
             owner, Kind.LOST, _reached(folder), saved, "Slurm ended and requeued it: preemption or a lost node"
         )
@@ -130,14 +132,9 @@ def _saved(folder: Path) -> int:
 
 def _reached(folder: Path) -> int:
     """The last step that any attempt completed."""
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    except OSError:
-        return 0
-    for line in reversed(lines):
+    for line in reversed(last_lines(folder / "metrics.jsonl")):
         with suppress(ValueError, KeyError, TypeError):  # a lost node may leave anything
-            if line.endswith(b"\n"):
-                return int(json.loads(line)["step"])
+            return int(line["step"])
     return 0
 
 
