@@ -29,8 +29,10 @@ from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from docs.make_architectures import shipped, table
+    from docs.make_reference import settle
 else:  # as a script, this folder is on the path
     from make_architectures import shipped, table
+    from make_reference import settle
 
 PAGE = Path(__file__).with_name("pipeline.md")
 IMAGES = Path(__file__).with_name("images")
@@ -312,13 +314,9 @@ def draw_gradient(flow: Flow, name: str) -> None:
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    new = updated(page)
+    status = settle(PAGE, updated(PAGE.read_text()))
     if "--check" in sys.argv[1:]:
-        if new != page:
-            print(f"{PAGE} is not up to date: run python docs/make_pipeline_images.py", file=sys.stderr)
-        return int(new != page)
-    PAGE.write_text(new)
+        return status
     two_chunks = example(4)
     draw_flow(two_chunks)
     draw_gradient(two_chunks, "source.1")

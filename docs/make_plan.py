@@ -25,9 +25,9 @@ from depthbench.planning.render import render, render_edges, render_memory, rend
 from depthbench.planning.search import search
 
 if TYPE_CHECKING:
-    from docs.make_reference import replaced
+    from docs.make_reference import replaced, settle
 else:  # as a script, this folder is on the path
-    from make_reference import replaced
+    from make_reference import replaced, settle
 
 PAGE = Path(__file__).with_name("plan.md")
 COMMAND = re.compile(r"^depthbench plan ((?:.*\\\n)*.*)", re.MULTILINE)
@@ -93,14 +93,7 @@ def updated(page: str) -> str:
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    new = updated(page)
-    if "--check" in sys.argv[1:]:
-        if new != page:
-            print(f"{PAGE} is not up to date: run python docs/make_plan.py", file=sys.stderr)
-        return int(new != page)
-    PAGE.write_text(new)
-    return 0
+    return settle(PAGE, updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -139,20 +139,23 @@ def replaced(text: str, begin: str, generated: str, where: str) -> str:
     return f"{before}{begin}\n\n{generated}\n\n{END}{after}"
 
 
+def settle(file: Path, new: str) -> int:
+    """Write `new` to `file`; with --check only say whether that would change it. Returns the exit status."""
+    if "--check" not in sys.argv[1:]:
+        file.write_text(new)
+        return 0
+    if stale := not file.is_file() or file.read_text() != new:
+        print(f"{file} is not up to date: run python docs/{Path(sys.argv[0]).name}", file=sys.stderr)
+    return int(stale)
+
+
 def updated(page: str) -> str:
     """The whole of `page`, up to date."""
     return replaced(page, BEGIN, reference(), PAGE.name)
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    new = updated(page)
-    if "--check" in sys.argv[1:]:
-        if new != page:
-            print(f"{PAGE} is not up to date: run python docs/make_reference.py", file=sys.stderr)
-        return int(new != page)
-    PAGE.write_text(new)
-    return 0
+    return settle(PAGE, updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python docs/make_submit.py --check    # exit with 1 if the file is not up to dat
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from depthbench.config.load import load_run
 from depthbench.planning.cluster import load_cluster
@@ -13,6 +14,11 @@ from depthbench.slurm.command import MAX_REQUEUES
 from depthbench.slurm.placement import checked_plan
 from depthbench.slurm.script import Job, render
 from depthbench.slurm.settings import load_slurm
+
+if TYPE_CHECKING:
+    from docs.make_reference import settle
+else:  # as a script, this folder is on the path
+    from make_reference import settle
 
 FILE = Path(__file__).parent / "examples" / "submit.sbatch"
 
@@ -38,14 +44,7 @@ def script() -> str:
 
 
 def main() -> int:
-    new = script()
-    if "--check" in sys.argv[1:]:
-        current = FILE.read_text() if FILE.is_file() else ""
-        if new != current:
-            print(f"{FILE} is not up to date: run python docs/make_submit.py", file=sys.stderr)
-        return int(new != current)
-    FILE.write_text(new)
-    return 0
+    return settle(FILE, script())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from depthbench.errors import UserError
+from depthbench.options import at_least
 
 ALL = "all"
 
@@ -103,10 +104,7 @@ def _domain(text: str | None) -> list[str]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option in ("limit", "batch_size"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UserError(f"--{option.replace('_', '-')}={value} must be at least 1")
+    at_least(1, args, "limit", "batch_size")
     if args.include_path and not args.tasks:
         raise UserError("--include-path needs --tasks")
     if args.data and not args.domain_nll:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from depthbench.errors import UserError
+from depthbench.options import at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     rank, processes, _ = startup.world_from_environment()
     sampling = Sampling(args.temperature, args.top_p, args.seed)
-    if args.max_tokens < 1:
-        raise UserError(f"--max-tokens={args.max_tokens} must be at least 1")
+    at_least(1, args, "max_tokens")
     source = find_source(args.checkpoint, args.overrides, processes)
     if source.weights is None:
         raise UserError(

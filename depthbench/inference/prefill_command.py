@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthbench.errors import UserError
+from depthbench.options import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from .pieces import check_chunk, check_ids
 
     rank, processes, _ = startup.world_from_environment()
-    for name in ("tokens", "batch", "page", "most_ahead"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}={value} must be at least 1")
+    at_least(1, args, "tokens", "batch", "page", "most_ahead")
     source = find_source(args.source, args.overrides, processes)
     tokens_BT = _tokens(args, source.run)
     count, model = tokens_BT.shape[1], source.run.model

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from depthbench.config.load import load_run
 from depthbench.errors import UserError
+from depthbench.options import at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         first, second = map(_recorded, args.compare)
         return _compare(first, second, args.json)
-    for name in ("steps", "warmup"):
-        if getattr(args, name) < (least := 1 if name == "steps" else 0):
-            raise UserError(f"--{name}={getattr(args, name)} must be at least {least}")
+    at_least(1, args, "steps")
+    at_least(0, args, "warmup")
     from depthbench.training.profiled import profile
 
     settings = load_run(args.run, args.overrides)

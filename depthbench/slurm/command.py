@@ -10,6 +10,7 @@ from shutil import copy
 from depthbench.config.load import dump_yaml, load_run, plain, read_yaml, typed
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
+from depthbench.options import at_least
 from depthbench.planning.cluster import load_cluster
 from depthbench.planning.command import show
 from depthbench.planning.plan import Plan
@@ -44,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status; raises UserError for what the user can mend."""
-    if args.max_requeues < 0:
-        raise UserError(f"--max-requeues={args.max_requeues} must be at least 0")
+    at_least(0, args, "max_requeues")
     if args.array:
         return _run_array(args)
     submission = _checked(args, args.overrides)

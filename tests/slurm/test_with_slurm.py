@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,63 +35,57 @@ STEPS = 300
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_of(corpus: Corpus, folder: Path) -> RunConfig:
-    """Two data-parallel processes, which is a node; more nodes than that have two stages."""
-    return trainable_run(
-        corpus,
-        folder,
-        parallel={"distributed_optimizer": True},
-        train={"steps": STEPS, "eval_every": 0, "global_batch": 4, "micro_batch": 2},
-        checkpoint={"every": 20},
-    )
+NODE: dict[str, Any] = {  # two data-parallel processes, which is a node
+    "parallel": {"distributed_optimizer": True},
+    "train": {"global_batch": 4, "micro_batch": 2},
+}
+PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2}, "train": {}}  # two stages, each on a node of its own
+
+
+def run_of(corpus: Corpus, folder: Path, kind: dict[str, Any] = NODE) -> RunConfig:
+    train = {"steps": STEPS, "eval_every": 0, **kind["train"]}
+    return trainable_run(corpus, folder, parallel=kind["parallel"], train=train, checkpoint={"every": 20})
+
+
+def uninterrupted(run: RunConfig) -> Path:
+    """The folder of the run, made by two processes without a job."""
+    run_workers(2, training, run)
+    return Path(run.folder)
+
+
+@contextmanager
+def as_job(run: RunConfig, *words: str) -> Iterator[Submitted]:
+    """The run as a job, past its first checkpoint."""
+    job = submit(run, *words)
+    job.wait_for_step(25)
+    yield job
+    slurm("scancel", "--quiet", job.number)
 
 
 @pytest.fixture(scope="module")
 def whole(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of that run, without interruptions."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_workers(2, training, run_of(corpus, folder))
-    return folder
+    return uninterrupted(run_of(corpus, tmp_path_factory.mktemp("whole")))
 
 
 @pytest.fixture
 def running(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
-    """The same run as a job, past its first checkpoint."""
-    job = submit(run_of(corpus, tmp_path / "run"))
-    job.wait_for_step(25)
-    yield job
-    slurm("scancel", "--quiet", job.number)
-
-
-def pipeline_of(corpus: Corpus, folder: Path) -> RunConfig:
-    """Two stages, each on a node of its own."""
-    return trainable_run(
-        corpus,
-        folder,
-        parallel={"pipeline": 2},
-        train={"steps": STEPS, "eval_every": 0},
-        checkpoint={"every": 20},
-    )
+    with as_job(run_of(corpus, tmp_path / "run")) as job:
+        yield job
 
 
 @pytest.fixture(scope="module")
 def whole_pipeline(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of that run, without interruptions."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_workers(2, training, pipeline_of(corpus, folder))
-    return folder
+    return uninterrupted(run_of(corpus, tmp_path_factory.mktemp("whole"), PIPELINE))
 
 
 @pytest.fixture
 def pipeline(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
-    """The same run as a job of two nodes, past its first checkpoint."""
+    """A job of two nodes."""
     cluster = tmp_path / "cluster.yaml"
     text = (ROOT / "launch/clusters/local-slurm.yaml").read_text()
     cluster.write_text(text.replace("gpus_per_node: 2", "gpus_per_node: 1"))
-    job = submit(pipeline_of(corpus, tmp_path / "run"), str(cluster), "--nodes", "2")
-    job.wait_for_step(25)
-    yield job
-    slurm("scancel", "--quiet", job.number)
+    with as_job(run_of(corpus, tmp_path / "run", PIPELINE), str(cluster), "--nodes", "2") as job:
+        yield job
 
 
 def command_of(pid: int) -> str:
