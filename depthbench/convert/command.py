@@ -8,8 +8,11 @@ from depthbench.errors import UserError
 from . import export_command, import_command
 
 ACTIONS = {
-    "export": ("write a checkpoint as a Hugging Face model", export_command),
-    "import": ("write a Hugging Face model as a checkpoint to train from", import_command),
+    "export": ("write a checkpoint as a Hugging Face model, or for DepthBench's code", export_command),
+    "import": (
+        "write a Hugging Face model, or a checkpoint of DepthBench's code, as one to train from",
+        import_command,
+    ),
 }
 
 
