@@ -19,5 +19,5 @@ fi
 depthbench prepare --input $data/text.jsonl --output $data/text \
     --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
 
-PROCESSES=2 PYTHON=$root/.venv/bin/python bash launch/local.sh quickstart "$@"
+PROCESSES=${PROCESSES:-2} PYTHON=$root/.venv/bin/python bash launch/local.sh quickstart "$@"
 echo "quickstart: look at the curves with: .venv/bin/tensorboard --logdir runs"

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 EXIT_CODE = 4
 
 
 def _end(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+    get_error_handler().record_exception(TimeoutError(text))  # under torchrun into a file, which a Slurm job reads
     os._exit(EXIT_CODE)
 
 

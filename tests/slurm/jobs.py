@@ -18,7 +18,8 @@ from depthbench.config.schema import RunConfig
 from depthbench.slurm.attempts import Ended, read
 from depthbench.slurm.job import journal
 
-PATIENCE = 900  # seconds until a test gives up: the machine may have other work
+PATIENCE = 300  # seconds until a test gives up: the machine may have other work
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def slurm(*words: str) -> str:
@@ -68,11 +69,13 @@ class Submitted:
         return "\n".join(f"== {file}\n{file.read_text()}" for file in files)
 
     def wait_for(self, there: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline, look = time.monotonic() + PATIENCE, 0.0
         while not there():
-            if self.state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") or time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain for {what}: job {self.number} is {self.state}\n{self.log()}")
-            time.sleep(0.05)
+            if (now := time.monotonic()) > look:  # seldom: to ask Slurm may take longer than what is waited for lasts
+                state, look = self.state, now + 1
+                if now > deadline or (state in ENDED and not there()):
+                    raise AssertionError(f"waited in vain for {what}: job {self.number} is {state}\n{self.log()}")
+            time.sleep(0.01)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: self.step >= step, f"step {step}")

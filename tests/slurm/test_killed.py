@@ -26,8 +26,8 @@ STEPS, KILLS, EVERY = 160, 15, 5
 
 @dataclass(frozen=True)
 class Moment:
-    """starting: both processes are there. step: there is a line of metrics of step `after` + `steps`. saving: a
-    checkpoint later than step `after` is being written. Then `delay` seconds pass."""
+    """starting: both processes are there. step: there is a line of metrics of step `after` + `steps`. After either,
+    `delay` seconds pass. saving: a checkpoint later than step `after` is being written, and is not complete yet."""
 
     kind: str
     after: int
@@ -53,13 +53,21 @@ def _last_step(folder: Path) -> int:
 def kill_at(moment: Moment, folder: Path, notes: Path) -> None:
     """Kill both ranks, and with each what it has started, as soon as the moment has come."""
     deadline = time.monotonic() + WORKER_SECONDS
-    while len(list(notes.iterdir())) < 2 or not moment.come(folder):
-        if time.monotonic() > deadline:
-            return
+
+    def send(number: int) -> None:
+        for note in notes.iterdir():
+            os.killpg(int(note.name), number)
+
+    while time.monotonic() < deadline:
+        if len(list(notes.iterdir())) == 2 and moment.come(folder):
+            if moment.kind != "saving":
+                time.sleep(moment.delay)
+                return send(signal.SIGKILL)
+            send(signal.SIGSTOP)
+            if moment.come(folder):  # held in the middle of it
+                return send(signal.SIGKILL)
+            send(signal.SIGCONT)  # too late: the next one
         time.sleep(0.002)
-    time.sleep(moment.delay)
-    for note in notes.iterdir():
-        os.killpg(int(note.name), signal.SIGKILL)
 
 
 def noting(notes: Path) -> Callable[[int], None]:
@@ -97,5 +105,7 @@ def test_killed_again_and_again(corpus: Corpus, tmp_path: Path) -> None:
         codes, said, _ = start_workers(2, training, attempt, noting(notes))
         killer.join()
         assert codes == [-signal.SIGKILL] * 2, f"{moment}: {said}"
+        if kind == "saving":
+            assert moment.come(folder), "what was being written is left behind"
     assert run_workers(2, training, run) == [0, 0]
     assert_same_run(folder, whole, STEPS)

@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -78,13 +77,20 @@ def whole_pipeline(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return uninterrupted(run_of(corpus, tmp_path_factory.mktemp("whole"), PIPELINE))
 
 
+def two_nodes(folder: Path, **slurm_settings: int) -> list[str]:
+    """Options of submit: each stage on a node."""
+    cluster = yaml.safe_load((ROOT / "launch/clusters/local-slurm.yaml").read_text())
+    cluster["gpus_per_node"] = 1
+    cluster["slurm"].update(slurm_settings)
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(cluster))
+    return [str(file), "--nodes", "2"]
+
+
 @pytest.fixture
 def pipeline(corpus: Corpus, tmp_path: Path) -> Iterator[Submitted]:
     """A job of two nodes."""
-    cluster = tmp_path / "cluster.yaml"
-    text = (ROOT / "launch/clusters/local-slurm.yaml").read_text()
-    cluster.write_text(text.replace("gpus_per_node: 2", "gpus_per_node: 1"))
-    with as_job(run_of(corpus, tmp_path / "run", PIPELINE), str(cluster), "--nodes", "2") as job:
+    with as_job(run_of(corpus, tmp_path / "run", PIPELINE), *two_nodes(tmp_path)) as job:
         yield job
 
 
@@ -120,22 +126,36 @@ def of_node(job: Submitted, number: int) -> list[int]:
     return [pid for pid in ranks(job) if there(pid)]
 
 
-def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tmp_path: Path) -> None:
-    """The quickstart, smaller: losses of two nodes are those of torchrun on one machine bit by bit, those of four,
-    which sum over two data-parallel ranks more, within rounding. In folders whose names no shell should see."""
-    smaller = [
-        f"data.train=[{{prefix: {corpus.train}}}]",
-        f"data.valid=[{{prefix: {corpus.valid}}}]",
-        f"data.tokenizer={corpus.tokenizer}",
-        *("model.vocab_size=512", "model.hidden_size=48", "model.ffn_hidden_size=64", "model.num_attention_heads=2"),
-        *("model.num_layers=4", "model.sequence_length=32", "train.precision=fp32"),
-        *("train.global_batch=8", "train.micro_batch=2", "train.steps=6", "train.eval_every=3"),
-        *("train.eval_sequences=16", "parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"),
+@contextmanager
+def held(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing for a while, as on a machine that hangs. Some may have ended."""
+
+    def send(number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(signal.SIGCONT)
+
+
+def test_the_quickstart_over_two_and_four_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first steps, with pipeline and tensor parallelism: losses of two nodes are those of torchrun on one machine
+    bit by bit, those of four, which sum over two data-parallel ranks more, within rounding. In folders whose names no
+    shell should see."""
+    monkeypatch.chdir(ROOT)  # where its data lies
+    shorter = [
+        *("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true", "train.precision=fp32"),
+        *("train.global_batch=16", "train.micro_batch=4", "train.steps=8", "train.eval_every=4"),
+        "train.eval_sequences=16",
     ]
     one = tmp_path / "one"
     launched = subprocess.run(
-        ["bash", str(ROOT / "launch/local.sh"), "quickstart", *smaller, f"run_dir={one}"],
-        env={**os.environ, "PYTHON": sys.executable, "PROCESSES": "4"},
+        ["bash", "launch/quickstart.sh", *shorter, f"run_dir={one}"],
+        env={**os.environ, "PROCESSES": "4"},
         capture_output=True,
         text=True,
     )
@@ -145,7 +165,7 @@ def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tm
         folder = tmp_path / f'it\'s {nodes}, "$(touch pwned)" nodes'
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            words = ["submit", "quickstart", *smaller, f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'"]
+            words = ["submit", "quickstart", *shorter, f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'"]
             assert main([*words, "--cluster", "local-slurm", "--nodes", str(nodes)]) == 0
         jobs.append(Submitted(re.findall(r"submitted job (\d+)", said.getvalue())[0], folder))
     for job in jobs:
@@ -158,39 +178,44 @@ def test_pipeline_and_tensor_parallel_over_two_and_four_nodes(corpus: Corpus, tm
     assert len(list((four / "slurm" / "logs").rglob("stdout.log"))) == 8
 
 
-def test_a_time_limit_is_no_end(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
-    """Slurm warns, the run saves, the job requeues itself and goes on. (The warning comes to minutes: here before the
-    processes can act on it, so it is repeated until they do.)"""
-    cluster = tmp_path / "cluster.yaml"
-    text = (ROOT / "launch/clusters/local-slurm.yaml").read_text()
-    cluster.write_text(text.replace("warning_seconds: 60", "warning_seconds: 110"))
-    job = submit(run_of(corpus, tmp_path / "run"), str(cluster), "--time", "2")
+def test_a_time_limit_is_no_end(corpus: Corpus, tmp_path: Path, whole_pipeline: Path) -> None:
+    """Slurm warns, the run saves, the job requeues itself and goes on. Time limits are whole minutes, so the processes
+    are held until the warning comes, if it has not come while they were starting: it is repeated until they act."""
+    options = [*two_nodes(tmp_path, warning_seconds=110), "--time", "2"]
+    job = submit(run_of(corpus, tmp_path / "run", PIPELINE), *options)
+
+    def warned() -> bool:
+        return "asked to stop" in job.log()
+
+    job.wait_for(lambda: job.step >= 1 or warned(), "a step")
+    with held(ranks(job)):
+        job.wait_for(warned, "Slurm's warning")
     job.wait_for(lambda: job.restarts == 1, "a requeue")
     slurm("scontrol", "update", f"job={job.number}", "TimeLimit=60")
     job.finish()
     first, *_, last = job.attempts()
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGUSR1", Kind.FINISHED)
     assert 0 < first.step == first.saved < STEPS
-    assert_same_run(job.folder, whole, STEPS)
+    assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
-def test_terminated_and_finished(running: Submitted, whole: Path) -> None:
+def test_terminated_and_finished(pipeline: Submitted, whole_pipeline: Path) -> None:
     """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so."""
-    slurm("scancel", "--signal=TERM", running.number)
-    running.finish()
-    first, last = running.attempts()
+    slurm("scancel", "--signal=TERM", pipeline.number)
+    pipeline.finish()
+    first, last = pipeline.attempts()
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGTERM", Kind.FINISHED)
-    assert_same_run(running.folder, whole, STEPS)
+    assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
-    again = sbatch(running.folder / "slurm" / "1" / "submit.sbatch", running.folder)
+    again = sbatch(pipeline.folder / "slurm" / "1" / "submit.sbatch", pipeline.folder)
     again.finish()
     assert again.attempts() == [first, last] and "nothing to do" in again.log()
 
 
-def test_cancelled_is_cancelled(running: Submitted) -> None:
-    slurm("scancel", running.number)
-    assert running.ends() == "CANCELLED"
-    assert running.restarts == 0
+def test_cancelled_is_cancelled(pipeline: Submitted) -> None:
+    slurm("scancel", pipeline.number)
+    assert pipeline.ends() == "CANCELLED"
+    assert pipeline.restarts == 0
 
 
 @contextlib.contextmanager
@@ -208,15 +233,11 @@ def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) ->
     """Slurm gives the node up and requeues the job elsewhere. The old processes, which had only been held up, find that
     the run is no longer theirs, and write nothing more."""
     (node,) = running.nodes
-    survivors = processes(running)
-    for pid in survivors:
-        os.kill(pid, signal.SIGSTOP)
     with without(node):
-        running.wait_for(lambda: (running.folder / "attempt").read_text() == f"{running.number}.1", "another attempt")
-        before = running.step
-        for pid in survivors:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        with held(processes(running)):
+            owner = running.folder / "attempt"
+            running.wait_for(lambda: owner.read_text() == f"{running.number}.1", "another attempt")
+            before = running.step
         running.finish()
     lost, last = running.attempts()
     assert (lost.attempt, lost.kind, last.kind) == (f"{running.number}.0", Kind.LOST, Kind.FINISHED)
@@ -236,11 +257,26 @@ def test_a_killed_rank_of_the_second_node(pipeline: Submitted, whole_pipeline: P
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
+def test_a_stage_that_hangs(corpus: Corpus, tmp_path: Path, whole_pipeline: Path) -> None:
+    """The stage on the other node gives up waiting for it and says so; Slurm ends both, and the job resumes."""
+    run = run_of(corpus, tmp_path / "run", PIPELINE)
+    with as_job(replace(run, pipeline=replace(run.pipeline, timeout=20.0)), *two_nodes(tmp_path)) as job:
+        with held(of_node(job, 1)):
+            job.wait_for(lambda: len(job.attempts()) == 1, "its end")
+        job.finish()
+    first, last = job.attempts()
+    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
+    assert re.search(r"stage 0: waited \d+ s for the .*\(limit 20 s\)", first.reason)
+    assert_same_run(job.folder, whole_pipeline, STEPS)
+
+
 def test_the_second_node_is_lost(pipeline: Submitted, whole_pipeline: Path) -> None:
-    """Slurm ends what is left on the first, where the job's script runs, and requeues the job on other nodes."""
+    """With the stage on it. Slurm ends what is left on the first, where the job's script runs, and requeues the job on
+    other nodes."""
     _, node = pipeline.nodes
     with without(node):
-        pipeline.wait_for(lambda: pipeline.restarts == 1, "a requeue")
+        with held(of_node(pipeline, 1)):
+            pipeline.wait_for(lambda: pipeline.restarts == 1, "a requeue")
         pipeline.finish()
     lost, last = pipeline.attempts()
     assert (lost.attempt, lost.kind, last.kind) == (f"{pipeline.number}.0", Kind.LOST, Kind.FINISHED)
@@ -318,14 +354,27 @@ def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -
     """All processes of the run at once, five times, twice while a checkpoint is being written."""
     moments = random.Random(7)
     job = submit(run_of(corpus, tmp_path / "run"))
+
+    def saving() -> bool:
+        return any((job.folder / "checkpoints").glob(".saving-*"))
+
+    def kill(number: int) -> None:
+        slurm("scancel", "--signal=KILL", f"{job.number}.0")
+        job.wait_for(lambda: len(job.attempts()) == number + 1, "its end")
+
     step = 0
     for number in range(5):
         step += moments.randint(22, 55)
         job.wait_for_step(step)
-        if number % 2:
-            job.wait_for(lambda: any((job.folder / "checkpoints").glob(".saving-*")), "a save")
-        slurm("scancel", "--signal=KILL", f"{job.number}.0")
-        job.wait_for(lambda: len(job.attempts()) == number + 1, "its end")  # noqa: B023
+        killed = False
+        while number % 2 and not killed:
+            job.wait_for(saving, "a save")
+            with held(processes(job)):
+                if saving():  # not complete yet
+                    kill(number)
+                    killed = True
+        if not killed:
+            kill(number)
         step = job.attempts()[-1].saved
     job.finish()
     assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 5 + [Kind.FINISHED]
