@@ -69,9 +69,9 @@ def _layout(words: list[str]) -> dict[str, dict[str, Any]]:
     return {"parallel": {**parallel, "distributed_optimizer": False}, "pipeline": given.get("pipeline", {})}
 
 
-def find_source(name: str, words: list[str], processes: int) -> Source:
+def find_source(name: str, words: list[str], processes: int | None) -> Source:
     """A checkpoint (its folder, or a run's for its newest), or a run (a YAML file, or a name under configs/runs/) with
-    the weights it would start from.
+    the weights it would start from. processes: None where none will read it.
 
     Raises UserError for anything that cannot be read, for overrides that a checkpoint's weights do not allow, and where
     the model cannot be laid out on so many processes, each with a part of it.
@@ -112,13 +112,13 @@ def _check_same_model(run: RunConfig, weights: Weights) -> None:
                 )
 
 
-def _check(run: RunConfig, processes: int) -> None:
-    """Raise UserError where the model cannot be laid out on so many, each with a part of it."""
+def _check(run: RunConfig, processes: int | None) -> None:
+    """Raise UserError where the model cannot be laid out, on so many, each with a part of it."""
     residual_of(run)
     check_layout(run)
     check_pipeline(run)
     tensor, pipeline = run.parallel.tensor, run.parallel.pipeline
-    if processes != tensor * pipeline:
+    if processes not in (None, tensor * pipeline):
         raise UserError(
             f"{processes} processes for parallel.tensor={tensor} x parallel.pipeline={pipeline}: there is one copy of "
             f"the model, so start {tensor * pipeline}"

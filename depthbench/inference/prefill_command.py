@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from depthbench.options import at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from depthbench.planning.prefill import PrefillMemory, Reading
+
+    from .load import Source
     from .measure import Measured
 
 KINDS = {
@@ -41,10 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path("prefill.json"), metavar="FILE", help="default: prefill.json"
     )
     parser.add_argument("--json", action="store_true", help="print the JSON, no table")
+    parser.add_argument("--dry-run", action="store_true", help="print the memory planned for GPUs; read nothing")
+    parser.add_argument("--cluster", metavar="NAME", help="with --dry-run: whether its GPUs have so much memory")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command on every process; the first one prints. Raises UserError for what the user can mend."""
+    """Run the command on every process; the first one prints. Returns the exit status, 1 where a dry run finds that
+    memory does not suffice; raises UserError for what the user can mend."""
     from depthbench.parallel import startup
     from depthbench.planning.prefill import Reading
 
@@ -54,27 +61,61 @@ def run(args: argparse.Namespace) -> int:
 
     rank, processes, _ = startup.world_from_environment()
     at_least(1, args, "tokens", "batch", "page", "most_ahead")
-    source = find_source(args.source, args.overrides, processes)
+    if args.cluster and not args.dry_run:
+        raise UserError(f"--cluster={args.cluster} is for --dry-run; what is read here takes what it takes")
+    source = find_source(args.source, args.overrides, None if args.dry_run else processes)
     tokens_BT = _tokens(args, source.run)
     count, model = tokens_BT.shape[1], source.run.model
     chunk = count if args.chunk is None else args.chunk
     check_chunk(chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
     check_ids(tokens_BT, model.vocab_size)
-    if rank == 0:
-        _check_output(args.output)
     if rank == 0 and count > model.sequence_length:
         text = f"note: {count} tokens, of a model trained on {model.sequence_length}: see model.rope_scaling"
         print(text, file=sys.stderr)
+    reading = Reading(count, chunk, args.batch, args.page, args.most_ahead)
+    if args.dry_run:
+        return _dry_run(args, source, reading)
+    if rank == 0:
+        _check_output(args.output)
     loaded = load(source, quick=True)
     try:
-        found = measure(
-            loaded, tokens_BT, Reading(count, chunk, args.batch, args.page, args.most_ahead), warm_up=args.warm_up
-        )
+        found = measure(loaded, tokens_BT, reading, warm_up=args.warm_up)
     finally:
         startup.stop()
     if rank == 0:
         _report(args, source.name, source.run.architecture, found)
     return 0
+
+
+def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> int:
+    """Print the plan. Returns the exit status."""
+    from depthbench.planning.cluster import load_cluster
+    from depthbench.planning.prefill import prefill_memory
+
+    cluster = load_cluster(args.cluster) if args.cluster else None
+    stages = prefill_memory(source.run, reading)
+    peak = max(stage.peak for stage in stages)
+    fits = cluster is None or peak <= cluster.memory
+    if args.json:
+        content = {
+            "source": source.name,
+            "architecture": source.run.architecture,
+            "reading": vars(reading),
+            "memory": {"planned_stages": [stage.as_dict() for stage in stages]},
+            "fits": fits,
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        _print(_heading(source.name, source.run.architecture, reading), planned_table(stages))
+    if not fits:
+        assert cluster
+        print(
+            f"depthbench: the fullest rank needs {peak / 2**30:.1f} GiB, each {cluster.device} has "
+            f"{cluster.memory_gib:g}: read smaller chunks (--chunk={reading.chunk}), or set more parallel.tensor="
+            f"{source.run.parallel.tensor} or parallel.pipeline={source.run.parallel.pipeline}",
+            file=sys.stderr,
+        )
+    return 0 if fits else 1
 
 
 def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":
@@ -107,33 +148,50 @@ def _check_output(path: Path) -> None:
 
 
 def _report(args: argparse.Namespace, name: str, architecture: str, found: "Measured") -> None:
-    from rich.console import Console
-
     content = {"source": name, "architecture": architecture, **found.as_dict()}
     args.output.write_text(json.dumps(content, indent=1) + "\n")
     if args.json:
         print(json.dumps(content, indent=1))
         return
+    speed = f"{found.tokens_per_second:,.0f} tokens/s, first token after {found.seconds:.2f} s; in {args.output}"
+    _print(f"{_heading(name, architecture, found.reading)}\n{speed}", table(found))
+
+
+def _heading(name: str, architecture: str, reading: "Reading") -> str:
+    return f"{name}: {architecture}, {reading.batch} x {reading.tokens:,} tokens in chunks of {reading.chunk:,}"
+
+
+def _print(text: str, shown: Any) -> None:
+    from rich.console import Console
+
     console = Console()
-    reading = found.reading
-    console.print(
-        f"{name}: {architecture}, {reading.batch} x {reading.tokens:,} tokens in chunks of {reading.chunk:,}\n"
-        f"{found.tokens_per_second:,.0f} tokens/s, first token after {found.seconds:.2f} s; in {args.output}",
-        highlight=False,
-    )
-    console.print(table(found))
+    console.print(text, highlight=False)
+    console.print(shown)
+
+
+def planned_table(stages: Sequence["PrefillMemory"]) -> Any:
+    """A rank of each stage, in GiB."""
+    shown = _table("memory of a rank of each stage, GiB, planned")
+    for plan in stages:
+        shown.add_row(str(plan.stage), *(f"{getattr(plan, kind) / 2**30:,.3f}" for kind in KINDS))
+    return shown
 
 
 def table(found: "Measured") -> Any:
     """The fullest rank of each stage, planned beside measured, in MiB."""
-    from rich.table import Table
-
-    shown = Table(title="memory of the fullest rank, MiB: planned / measured", title_justify="left")
-    shown.add_column("stage")
-    for heading in KINDS.values():
-        shown.add_column(heading, justify="right")
+    shown = _table("memory of the fullest rank, MiB: planned / measured")
     for plan in found.planned:
         fullest = max((rank for rank in found.ranks if rank.stage == plan.stage), key=lambda rank: rank.peak)
         pairs = ((getattr(plan, kind), getattr(fullest, kind)) for kind in KINDS)
         shown.add_row(str(plan.stage), *(f"{ours / 2**20:,.2f} / {theirs / 2**20:,.2f}" for ours, theirs in pairs))
+    return shown
+
+
+def _table(title: str) -> Any:
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("stage")
+    for heading in KINDS.values():
+        shown.add_column(heading, justify="right")
     return shown

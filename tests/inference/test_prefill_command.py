@@ -1,11 +1,13 @@
 """`depthbench prefill`: from a run, from a checkpoint and from a text, under layouts, and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from depthbench import cli
+from depthbench.planning.cluster import CLUSTERS
 from tests.corpora import Corpus
 
 from .commands import LAYOUTS, checkpoint, command
@@ -48,10 +50,34 @@ def test_a_checkpoint_and_a_text(layout: str, folder: Path, tmp_path: Path) -> N
     assert found["next_tokens"] == json.loads(written.out)["tokens"]
 
 
+def test_a_dry_run(tmp_path: Path) -> None:
+    """One process prints what eight would hold: 131072 tokens in chunks of 16384, 1.6B parameters."""
+    words = ["depthbench_1600m", "residual=block_attnres", "parallel.tensor=8", "--tokens", "131072"]
+    words += ["--chunk", "16384", "--dry-run", "--output", str(tmp_path / "none.json")]
+    said = command("prefill", *words, "--cluster", "a100-40gb")
+    assert said.code == 0 and "chunks of 16,384" in said.out and "depth state" in said.out, said
+    assert not any(tmp_path.iterdir())
+    small = tmp_path / "small.yaml"
+    text = (CLUSTERS / "a100-40gb.yaml").read_text()
+    small.write_text(re.sub(r"(?m)^memory_gib: .*", "memory_gib: 2.5", text))
+    said = command("prefill", *words, "--cluster", str(small), "--json")
+    found = json.loads(said.out)
+    (plan,) = found["memory"]["planned_stages"]
+    layers, tokens, width, own, element = 28, 131072, 2048, 16384 // 8, 2
+    assert plan["kv_cache"] == 2 * layers * tokens * (8 * 128 // 8) * element
+    assert plan["depth_state"] == (8 + 1) * own * width * element
+    assert said.code == 1 and found["fits"] is False
+    assert (
+        f"needs {plan['peak'] / 2**30:.1f} GiB, each A100-SXM4-40GB" in said.err and "has 2.5: read smaller" in said.err
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "give --tokens"),
+        (["--tokens", "8", "--cluster", "h100"], "--cluster=h100 is for --dry-run"),
+        (["--tokens", "8", "--cluster", "nowhere", "--dry-run"], "no 'nowhere' in launch/clusters"),
         (["--tokens", "0"], "--tokens=0 must be at least 1"),
         (["--tokens", "8", "--chunk", "0"], "a chunk of 0 tokens: give at least 1"),
         (["--tokens", "8", "--batch", "0"], "--batch=0 must be at least 1"),
