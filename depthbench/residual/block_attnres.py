@@ -108,14 +108,20 @@ class BlockAttnRes(Residual, name="block_attnres"):
 
     def __init__(self, config: BlockAttnResConfig, shape: Shape) -> None:
         super().__init__(config, shape)
-        total, given = shape.num_sublayers, (config.sublayers_per_block, config.num_blocks)
-        if (given[0] is None) == (given[1] is None):
-            raise ValueError(f"give residual.sublayers_per_block or residual.num_blocks, one of them; got {given}")
-        if config.num_blocks is not None and not 1 <= config.num_blocks <= total:
-            raise ValueError(f"residual.num_blocks={config.num_blocks} must lie in 1..{total} (two sublayers a layer)")
-        self.block_length = config.sublayers_per_block or -(-total // (config.num_blocks or 1))
-        if not 1 <= self.block_length <= total:
-            raise ValueError(f"residual.sublayers_per_block={self.block_length} must lie in 1..{total}")
+        total, length, blocks = shape.num_sublayers, config.sublayers_per_block, config.num_blocks
+        for name, given in (("sublayers_per_block", length), ("num_blocks", blocks)):
+            if given is not None and not 1 <= given <= total:
+                raise ValueError(f"residual.{name}={given} must lie in 1..{total} (two sublayers a layer)")
+        if not config.temperature > 0:
+            raise ValueError(f"residual.temperature={config.temperature} must be above 0")
+        if length is not None and blocks is None:
+            self.block_length = length
+        elif blocks is not None and length is None:
+            self.block_length = -(-total // blocks)
+        else:
+            raise ValueError(
+                f"give residual.sublayers_per_block or residual.num_blocks, one of them; got {length} and {blocks}"
+            )
 
     def start(self, embedding: Tensor) -> DepthState:
         return DepthState({}, {"source.0": embedding})

@@ -13,7 +13,7 @@ and at the end `readout(state)`, which goes to the LM head. Defining the subclas
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -136,6 +136,10 @@ class Residual(ABC):
 
     def __init__(self, config: Any, shape: Shape) -> None:
         """Raises ValueError where the config cannot work at this shape."""
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if field.name.endswith("eps") and value is not None and not value >= 0:
+                raise ValueError(f"residual.{field.name}={value} must be at least 0")
         self.config = config
         self.shape = shape
 

@@ -46,7 +46,16 @@ REFUSED: list[tuple[str, int, str]] = [
     ("data.valid=[]", 1, "no validation data: set data.valid or data.valid_fraction, or train.eval_every=0"),
     # the residual architecture at the model's shape
     ("residual.num_blocks=13", 1, "residual.num_blocks=13 must lie in 1..12"),
-    ("residual.sublayers_per_block=3", 1, "one of them; got (3, 4)"),
+    ("residual.sublayers_per_block=3", 1, "one of them; got 3 and 4"),
+    ("residual.num_blocks=null", 1, "one of them; got None and None"),
+    (
+        "residual.num_blocks=null residual.sublayers_per_block=0",
+        1,
+        "residual.sublayers_per_block=0 must lie in 1..12",
+    ),
+    ("residual.temperature=0", 1, "residual.temperature=0.0 must be above 0"),
+    ("residual.read_norm_eps=-1e-6", 1, "residual.read_norm_eps=-1e-06 must be at least 0"),
+    ("residual=mhc residual.sinkhorn_eps=.nan", 1, "residual.sinkhorn_eps=nan must be at least 0"),
     ("residual=hc residual.num_streams=0", 1, "residual.num_streams=0 must be at least 1"),
     # the layout
     ("parallel.context=2", 2, "parallel.context=2: context parallelism is not supported"),
