@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from depthbench.config.load import typed
-from depthbench.convert.huggingface import pre_ln
+from depthbench.convert.huggingface import plain_llama
 from depthbench.convert.names import named_tensors
 from depthbench.convert.source import Source
 from depthbench.convert.trainers_model import run_trainers_model
@@ -40,11 +40,11 @@ class Random:
     """A `Source` of random Pre-LN weights."""
 
     tokenizer: Path | None = None
-    model, architecture = MODEL, pre_ln().name
+    model, architecture = MODEL, plain_llama().name
 
     def __init__(self) -> None:
-        self.residual = pre_ln().Config(norm_eps=EPS)
-        described = pre_ln()(self.residual, MODEL.residual_shape)
+        self.residual = plain_llama().Config(norm_eps=EPS)
+        described = plain_llama()(self.residual, MODEL.residual_shape)
         tensors = named_tensors(MODEL, described, torch.float32, llama=False)
         self.shapes = {tensor.logical: tensor.shape for tensor in tensors}
         self.dtypes: Mapping[str, torch.dtype] = {tensor.logical: tensor.dtype for tensor in tensors}

@@ -100,14 +100,14 @@ def settings_in(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str,
     return (_own if config.get("model_type") == OWN else _llama)(config, folder)
 
 
-def pre_ln() -> type[Residual]:
+def plain_llama() -> type[Residual]:
     """The architecture that transformers' Llama is."""
     return next(found for found in Residual.registry.values() if found.llama_names is not None)
 
 
 def _llama(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
     model, eps = llama_settings(config, str(folder / CONFIG))
-    found = pre_ln()
+    found = plain_llama()
     return model, found.name, found.Config(norm_eps=eps)
 
 

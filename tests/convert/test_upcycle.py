@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthbench.convert.huggingface import pre_ln
+from depthbench.convert.huggingface import plain_llama
 from depthbench.convert.importing import import_model
 from depthbench.convert.reading import Weights
 from depthbench.convert.upcycle import Upcycled, upcycled
@@ -44,7 +44,11 @@ class InMemory:
     tokenizer: Path | None = None
 
     def __init__(self, norm_eps: float) -> None:
-        self.model, self.architecture, self.residual = MODEL, pre_ln().name, pre_ln().Config(norm_eps=norm_eps)
+        self.model, self.architecture, self.residual = (
+            MODEL,
+            plain_llama().name,
+            plain_llama().Config(norm_eps=norm_eps),
+        )
         self.weights = random_weights(SHAPE, "pre_ln", torch.Generator().manual_seed(1))
         # as small as embeddings are at the start: there an eps counts
         self.weights = {n: t.detach() * (0.02 if n == "embedding.weight" else 1) for n, t in self.weights.items()}

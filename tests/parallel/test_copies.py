@@ -10,8 +10,7 @@ from depthbench.training.optimizer import Optimizer
 from tests.harness import run_workers
 from tests.models import Pieces, assemble, model_pieces, pieces, start_model
 from tests.parallel.test_layouts import train_all
-from tests.residual.test_protocol import shipped_run
-from tests.residual.walk import SHIPPED
+from tests.residual.walk import SHIPPED, shipped_run
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2, "distributed_optimizer": False}),

@@ -30,6 +30,7 @@ from tests.models import (
     start_model,
 )
 from tests.reference import random_weights, reference_loss
+from tests.residual.walk import SHIPPED, shipped_run
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor": 2}),
@@ -188,14 +189,14 @@ PLAIN: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("architecture", "residual", "options"), ARCHITECTURES)
-def test_training_in_float64(architecture: str, residual: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", SHIPPED)
+def test_training_in_float64(name: str) -> None:
     """Five AdamW updates with the usual eps and the plain optimizer: no layout changes more than the last digits."""
     optimizer = {"lr": 1e-3, "clip_norm": 0}
-    ((losses, _, found),) = run_workers(1, trained, small_run(architecture, residual, optimizer=optimizer))
+    ((losses, _, found),) = run_workers(1, trained, shipped_run(name, optimizer=optimizer))
+    assert len(set(losses)) == 5
     for world_size, layout in PLAIN.values():
-        parallel = {**layout, "distributed_optimizer": False}
-        run = small_run(architecture, residual, optimizer=optimizer, parallel=parallel)
+        run = shipped_run(name, optimizer=optimizer, parallel={**layout, "distributed_optimizer": False})
         ranks = run_workers(world_size, trained, run)
         assert ranks[0][0] == pytest.approx(losses, rel=1e-12)
         assert_close(assemble([found for *_, found in ranks]), assemble([found]), 1e-10)

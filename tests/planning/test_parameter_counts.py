@@ -1,9 +1,11 @@
 """Parameter counts against the DepthBench paper's totals (shapes of its table, vocabulary 50280, not padded)."""
 
 import dataclasses
+import json
 
 import pytest
 
+from depthbench.cli import main
 from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
 from depthbench.planning.parameters import count_parameters
@@ -42,9 +44,14 @@ MILLIONS = {
 }
 RESIDUALS = {
     "pre_ln": 405_406_720,
+    "lns": 405_406_720,
+    "deepnorm": 405_406_720,
+    "sandwich_ln": 405_455_872,
+    "keel": 405_454_848,
     "full_attnres": 405_505_024,
     "block_attnres": 405_505_024,
     "hc": 405_702_880,
+    "mhc": 410_126_608,
     "moda": 453_641_216,
 }
 
@@ -69,6 +76,18 @@ def test_totals_of_the_architectures(residual: str, total: int) -> None:
     assert parameters.total == total
     assert parameters.backbone == 24 * (4 * 1024**2 + 3 * 1024 * 2736)
     assert parameters.embedding == 2 * 50280 * 1024
+
+
+SHAPES = ("1600m_L28", "1600m_L40", "1600m_L54")
+
+
+@pytest.mark.parametrize(
+    ("model", "residual", "total"),
+    [*(("400m_L24", *each) for each in RESIDUALS.items()), *((name, "pre_ln", TOTALS[name]) for name in SHAPES)],
+)
+def test_the_command_prints_them(model: str, residual: str, total: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "depthbench_400m", f"model={model}", f"residual={residual}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["total"] == total
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -1,48 +1,40 @@
 """What the rest of depthbench relies on, for every architecture that configs/residual/ ships."""
 
 import ast
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import depthbench
-from depthbench.cli import main
 from depthbench.config.load import load_run
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import residual_of
 from depthbench.model.stage import DecoderStage, StageSpan
 from depthbench.parallel.placement import apply_declarations, logical_shards, spec_of
+from depthbench.paths import CONFIGS
 from depthbench.planning.parameters import count_parameters
 from depthbench.residual import Residual
-from depthbench.residual.hidden import HiddenReadout
 from depthbench.residual.parameters import declare
-from depthbench.residual.pre_ln import PreLNConnection
-from depthbench.residual.protocol import Connection, Cost, Read
-from depthbench.residual.state import DepthState, Placement, StateSpec, TensorSpec
+from depthbench.residual.state import DepthState, Placement, TensorSpec
 from tests.harness import run_workers
-from tests.models import assemble, assert_close, small_run, start_stage
-from tests.parallel.test_layouts import sample, trained
+from tests.models import ARCHITECTURES, small_run, start_stage
+from tests.parallel.test_layouts import sample
 
-from .walk import SHIPPED, logits_from, run_sublayer, shipped, start
+from .walk import SHIPPED, logits_from, run_sublayer, shipped, shipped_run, start
 
 PACKAGE = Path(depthbench.__file__).parent
 
 
-def shipped_run(name: str, **sections: dict[str, Any]) -> RunConfig:
-    """Five layers: ten sublayers make blocks of two where a file asks for eight of them."""
-    architecture, settings = shipped(name)
-    return small_run(architecture, settings, **{**sections, "model": {"num_layers": 5, **sections.get("model", {})}})
-
-
 def test_every_registered_architecture_ships_a_file() -> None:
     assert {shipped(name)[0] for name in SHIPPED} == set(Residual.registry)
+
+
+def test_every_registered_architecture_is_compared_under_every_layout() -> None:
+    assert {name for name, *_ in ARCHITECTURES} == set(Residual.registry)
 
 
 # -- declarations -----------------------------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ def test_the_state_holds_only_what_is_still_read(name: str) -> None:
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
-SHAPES = ("400m_L24", "200m_L12", "1600m_L28")
+SHAPES = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
 def built_on_meta(rank: int, world_size: int, store: str, runs: list[RunConfig]) -> list[int]:
@@ -187,14 +179,15 @@ def test_the_planned_parameters_are_the_built_ones(name: str) -> None:
 
 # -- one file and one YAML --------------------------------------------------------------------------------------------
 def named_in(tree: ast.AST, names: set[str], classes: set[str]) -> Iterator[str]:
-    """Where code (not prose) names an architecture: its name as a whole string, its class or its config class."""
+    """Where code (not prose) names an architecture: its name as a whole string, a function or a variable; its class or
+    its config class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in names:
             yield f"line {node.lineno}: {node.value!r}"
-        elif isinstance(node, ast.Name | ast.Attribute):
-            word = node.id if isinstance(node, ast.Name) else node.attr
-            if word in classes:
-                yield f"line {node.lineno}: {word}"
+        elif isinstance(node, ast.Name | ast.Attribute | ast.FunctionDef):
+            word = {ast.Name: "id", ast.Attribute: "attr", ast.FunctionDef: "name"}[type(node)]
+            if (found := getattr(node, word)) in classes | names:
+                yield f"line {node.lineno}: {found}"
         elif isinstance(node, ast.ImportFrom):
             words = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
             yield from (f"line {node.lineno}: import of {word}" for word in sorted(words & (names | classes)))
@@ -202,107 +195,17 @@ def named_in(tree: ast.AST, names: set[str], classes: set[str]) -> Iterator[str]
 
 def test_no_code_names_an_architecture_but_its_own_file() -> None:
     """Comments, docstrings and examples in help texts may. Architectures may share modules (MoDA is Pre-LN plus more),
-    so imports between files of residual/ that take no architecture itself are fine."""
+    so imports between files of residual/ that take no architecture itself are fine. benchmarks/ choose theirs."""
     own = {Path(*cls.__module__.split(".")[1:]).with_suffix(".py"): cls for cls in Residual.registry.values()}
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        relative = path.relative_to(PACKAGE)
-        others = {cls for cls in Residual.registry.values() if cls is not own.get(relative)}
+    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "tools").rglob("*.py")]):
+        relative = path.relative_to(PACKAGE.parent)
+        itself = own.get(Path(*relative.parts[1:]))
+        others = {cls for cls in Residual.registry.values() if cls is not itself}
         classes = {cls.__name__ for cls in others} | {cls.Config.__name__ for cls in others}
         names = {cls.name for cls in others} | {cls.__module__.rpartition(".")[2] for cls in others}
-        shared = relative in own
+        names |= {name for name in SHIPPED if not itself or shipped(name)[0] != itself.name}
         for place in named_in(ast.parse(path.read_text()), names, classes):
-            if not (shared and "import of" in place and place.rpartition(" ")[2] not in classes):
+            if not (itself and "import of" in place and place.rpartition(" ")[2] not in classes):
                 found.append(f"{relative} {place}")
     assert not found
-
-
-@dataclass(frozen=True)
-class HalfConfig:
-    factor: float = 0.5
-    norm_eps: float = 1e-6
-
-
-class HalfConnection(Connection):
-    def __init__(self, width: int, cfg: HalfConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.plain, self.factor = PreLNConnection(width, cfg.norm_eps, dtype), cfg.factor
-
-    def read(self, state: DepthState) -> Read:
-        return self.plain.read(state)
-
-    def write(self, state: DepthState, read: Read, y: Tensor, taps: Any) -> DepthState:
-        return DepthState({"h": state.live["h"] + self.factor * y}, {})
-
-
-@pytest.fixture
-def half_residual(tmp_path: Path) -> Iterator[str]:
-    """An eleventh architecture: this class and a YAML, whose path is returned."""
-
-    class Half(Residual, name="half"):
-        Config = HalfConfig
-        config: HalfConfig
-
-        def start(self, embedding: Tensor) -> DepthState:
-            return DepthState({"h": embedding}, {})
-
-        def connection(self, sublayer: int, dtype: torch.dtype) -> Connection:
-            return HalfConnection(self.shape.hidden_size, self.config, dtype)
-
-        def readout(self, dtype: torch.dtype) -> nn.Module:
-            return HiddenReadout(self.shape.hidden_size, self.config.norm_eps, dtype)
-
-        def state_at(self, sublayer: int) -> StateSpec:
-            return StateSpec((TensorSpec("h", (self.shape.hidden_size,)),), ())
-
-        def num_parameters(self) -> int:
-            return (self.shape.num_sublayers + 1) * self.shape.hidden_size
-
-        def flops_per_token(self) -> Cost:
-            return Cost(0, 0)
-
-        def probe(self, state: DepthState) -> Tensor:
-            return state.live["h"]
-
-    file = tmp_path / "half_residual.yaml"
-    file.write_text("# Half a residual.\narchitecture: half\nfactor: 0.25\n")
-    yield str(file)
-    del Residual.registry["half"]
-
-
-SMALL = {
-    "num_layers": 3,
-    "hidden_size": 24,
-    "ffn_hidden_size": 40,
-    "num_attention_heads": 4,
-    "vocab_size": 150,
-    "sequence_length": 16,
-}
-
-
-def test_an_eleventh_architecture_is_one_class_and_one_file(
-    half_residual: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"residual={half_residual}", *(f"model.{name}={value}" for name, value in SMALL.items())]
-    train = {"steps": 5, "global_batch": 4, "micro_batch": 2, "precision": "fp64"}
-    words += [f"train.{name}={value}" for name, value in train.items()]
-    words += ["parallel.distributed_optimizer=false", "optimizer.clip_norm=0"]
-    alone = load_run("depthbench_400m", [*words, "parallel=single"])
-    assert alone.residual == HalfConfig(factor=0.25)
-    shared = load_run("depthbench_400m", [*words, "parallel=tp2_sp"])
-    ((losses, _, found),) = run_workers(1, trained, alone)
-    ranks = run_workers(2, trained, shared)
-    assert len(set(losses)) == 5
-    for other, _, _ in ranks:
-        assert other == pytest.approx(losses, rel=1e-12)
-    assert_close(assemble([pieces for *_, pieces in ranks]), assemble([found]), 1e-10)
-
-    (counted,) = run_workers(1, built_on_meta, [alone])
-    assert main(["plan", "depthbench_400m", *words, "parallel=single", "--json"]) == 0
-    plan = json.loads(capfd.readouterr().out)
-    assert plan["architecture"] == "half"
-    assert [plan["parameters"]["total"]] == counted
-
-
-def test_the_eleventh_is_gone_again() -> None:
-    assert "half" not in Residual.registry

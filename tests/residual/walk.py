@@ -5,9 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from depthbench.config.load import read_yaml
+from depthbench.config.schema import RunConfig
 from depthbench.model.stage import DecoderStage
 from depthbench.paths import CONFIGS
 from depthbench.residual.state import DepthState
+from tests.models import small_run
 
 SHIPPED = sorted(path.stem for path in (CONFIGS / "residual").glob("*.yaml"))
 
@@ -16,6 +18,12 @@ def shipped(name: str) -> tuple[str, dict[str, Any]]:
     """The architecture that configs/residual/<name>.yaml chooses, and its settings."""
     settings = read_yaml(CONFIGS / "residual" / f"{name}.yaml")
     return str(settings.pop("architecture")), settings
+
+
+def shipped_run(name: str, **sections: dict[str, Any]) -> RunConfig:
+    """Five layers: ten sublayers make blocks of two where a file asks for eight of them."""
+    architecture, settings = shipped(name)
+    return small_run(architecture, settings, **{**sections, "model": {"num_layers": 5, **sections.get("model", {})}})
 
 
 def start(stage: DecoderStage, tokens_BS: Tensor) -> DepthState:

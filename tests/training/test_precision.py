@@ -11,8 +11,7 @@ from depthbench.data.loader import Batch
 from tests.harness import run_workers
 from tests.models import Pieces
 from tests.parallel import test_layouts
-from tests.residual.test_protocol import shipped_run
-from tests.residual.walk import SHIPPED
+from tests.residual.walk import SHIPPED, shipped_run
 
 CHARACTER_MODEL = {
     "hidden_size": 64,
