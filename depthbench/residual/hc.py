@@ -25,7 +25,7 @@ from .parameters import constant, fixed, residual_parameter
 from .protocol import Connection, Cost, Kept, Read, Upcycling
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
-from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
+from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names, readout_norm
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HCReadout(nn.Module):
     def __init__(self, width: int, cfg: HCConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.sum_first = cfg.readout == "sum_then_norm"
-        self.norm = RMSNorm(width, cfg.norm_eps if cfg.readout_norm_eps is None else cfg.readout_norm_eps, dtype)
+        self.norm = readout_norm(width, cfg, dtype)
 
     def forward(self, state: DepthState) -> Tensor:
         streams_SBND = state.live["streams"]

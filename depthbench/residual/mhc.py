@@ -28,7 +28,7 @@ from .protocol import Connection, Cost, Kept, Read, Shape, Upcycling
 from .sinkhorn import sinkhorn
 from .state import DepthState
 from .stream_mixing import read_streams, rms_projection, write_streams
-from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names
+from .streams import OLMO_ALIASES, OLMO_CLASS, OLMO_FREE, OLMO_STREAMS, StreamResidual, olmo_names, readout_norm
 
 GAP = 8.0  # between the initial bias of the stream that is read, or kept, and the others'
 UPCYCLED_SINKHORN_EPS = 1e-12  # 1e-6 would shrink h by as much at every sublayer
@@ -39,7 +39,9 @@ PHI_STD = 0.02  # of phi with near-uniform routing
 class MHCConfig:
     num_streams: int = 4
     sinkhorn_iterations: int = 20
-    sinkhorn_order: Literal["rows_first", "columns_first"] = "rows_first"  # columns_first: the paper's
+    sinkhorn_order: Literal["rows_first", "columns_first"] = (
+        "rows_first"  # columns_first (sinkhorn_eps 0): the paper's
+    )
     sinkhorn_eps: float = 1e-6  # added after the first normalisation, and to every later denominator
     init: Literal["gap8", "near_uniform"] = "gap8"  # read and keep one stream, nearly Pre-LN; or average them all
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
@@ -93,7 +95,7 @@ class MHCReadout(nn.Module):
     def __init__(self, width: int, cfg: MHCConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.mean = cfg.readout == "mean_then_norm"
-        self.norm = RMSNorm(width, cfg.norm_eps if cfg.readout_norm_eps is None else cfg.readout_norm_eps, dtype)
+        self.norm = readout_norm(width, cfg, dtype)
 
     def forward(self, state: DepthState) -> Tensor:
         streams_SBND = state.live["streams"]

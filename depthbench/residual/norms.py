@@ -7,19 +7,23 @@ from torch import Tensor, dtype, nn
 from .parameters import constant, residual_parameter
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+class Norm(nn.Module):
+    """eps, and a gain of each channel."""
 
     def __init__(self, width: int, eps: float, dtype: dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weight = residual_parameter((width,), constant(1.0), dtype=dtype)
 
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class LayerNorm(RMSNorm):
+class LayerNorm(Norm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight over the last axis; no bias."""
 
     def forward(self, x: Tensor) -> Tensor:

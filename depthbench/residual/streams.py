@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .norms import RMSNorm
 from .olmo import OlmoSetting
 from .protocol import Residual, Shape
 from .state import DepthState, StateSpec, TensorSpec
@@ -41,6 +43,11 @@ OLMO_FREE = frozenset(
         "liger_allow_fp32",
     )
 )
+
+
+def readout_norm(width: int, config: Any, dtype: torch.dtype) -> RMSNorm:
+    """Of the readout: it has an eps of its own where the settings give one."""
+    return RMSNorm(width, config.norm_eps if config.readout_norm_eps is None else config.readout_norm_eps, dtype)
 
 
 class StreamResidual(Residual):
