@@ -39,9 +39,7 @@ PHI_STD = 0.02  # of phi with near-uniform routing
 class MHCConfig:
     num_streams: int = 4
     sinkhorn_iterations: int = 20
-    sinkhorn_order: Literal["rows_first", "columns_first"] = (
-        "rows_first"  # columns_first (sinkhorn_eps 0): the paper's
-    )
+    sinkhorn_order: Literal["rows_first", "columns_first"] = "rows_first"  # columns_first, eps 0: the paper's
     sinkhorn_eps: float = 1e-6  # added after the first normalisation, and to every later denominator
     init: Literal["gap8", "near_uniform"] = "gap8"  # read and keep one stream, nearly Pre-LN; or average them all
     readout: Literal["mean_then_norm", "sum_then_norm"] = "mean_then_norm"
