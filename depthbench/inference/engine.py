@@ -111,7 +111,7 @@ class Engine:
                 f"{self.length + count} tokens do not fit a key-value cache of {self.capacity}: shorten the prompt, or "
                 f"make room for {self.length + count - self.capacity} more"
             )
-        check_ids(tokens_BT, self.model.vocab_size)
+        check_ids(int(tokens_BT.min()), int(tokens_BT.max()), self.model.vocab_size)
 
 
 class _Reading:

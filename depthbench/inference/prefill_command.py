@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     count, model = tokens_BT.shape[1], source.run.model
     chunk = count if args.chunk is None else args.chunk
     check_chunk(chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
-    check_ids(tokens_BT, model.vocab_size)
+    check_ids(int(tokens_BT.min()), int(tokens_BT.max()), model.vocab_size)
     if rank == 0 and count > model.sequence_length:
         text = f"note: {count} tokens, of a model trained on {model.sequence_length}: see model.rope_scaling"
         print(text, file=sys.stderr)
@@ -132,17 +132,22 @@ def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":
     from .prompt import read_file
 
     ids = load_tokenizer(settings.data.tokenizer).encode_batch([read_file(args.input)])[0]
+    if not ids:
+        raise UserError(f"{args.input} has no tokens: give a longer text")
     count = len(ids) if args.tokens is None else args.tokens
-    if not ids or count > len(ids):
+    if count > len(ids):
         raise UserError(f"--tokens={count}: {args.input} has {len(ids)}; give a longer text, or fewer tokens")
     return torch.tensor(ids[:count]).expand(args.batch, -1)
 
 
 def _check_output(path: Path) -> None:
-    """Raise UserError where it cannot be written: before the work, not after it."""
+    """Raise UserError where it cannot be written: before the work, not after it. Leaves no file that was not there."""
+    there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
+        if not there:
+            path.unlink()
     except OSError as error:
         raise UserError(f"cannot write --output={path}: {error}; name another file") from error
 
