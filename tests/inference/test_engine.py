@@ -119,8 +119,9 @@ def test_refusals() -> None:
     assert "9 tokens do not fit a key-value cache of 8" in found["no room"]
 
 
-def of_two_engines(rank: int, world_size: int, store: str) -> tuple[list[set[int]], str]:
-    """Tokens of the depth state on this rank, where a second engine has the first one's stage; and what it refuses."""
+def of_two_engines(rank: int, world_size: int, store: str) -> tuple[list[tuple[set[int], bool]], str]:
+    """Tokens of the depth state on this rank and whether they are the other one's too, where a second engine has the
+    first one's stage; and what it refuses."""
     join_world(rank, world_size, store)
     run = small_run("pre_ln", {}, parallel={"tensor": 2, "sequence": True, "distributed_optimizer": False})
     stage = build_stage(run, startup.start(run))
@@ -130,7 +131,8 @@ def of_two_engines(rank: int, world_size: int, store: str) -> tuple[list[set[int
         seen = Shares(engine)
         for tokens in ([1, 2, 3, 4, 5], [6]):
             engine.read(torch.tensor([tokens]))
-            found.append(seen.take())
+            replicated = seen.replicated()
+            found.append((seen.take(), replicated))
     engine.reset()
     with pytest.raises(UserError) as refused:
         engine.read(torch.tensor([[1, 2, 3]]), 1)
@@ -140,7 +142,7 @@ def of_two_engines(rank: int, world_size: int, store: str) -> tuple[list[set[int
 def test_a_second_engine_shares_tokens_too() -> None:
     """After the first one has read one token, which all ranks hold."""
     for found, refused in run_workers(2, of_two_engines):
-        assert found == [{3}, {1}, {3}, {1}]
+        assert found == [({3}, False), ({1}, True)] * 2
         assert "a chunk of 1 tokens cannot be shared" in refused
 
 

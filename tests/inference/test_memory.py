@@ -1,6 +1,8 @@
 """What a rank holds while it reads, against the plan, and against the length of the text."""
 
 import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from depthbench.inference.load import Loaded
 from depthbench.inference.measure import Measured, measure
 from depthbench.model import depth_sdpa
 from depthbench.model.build import build_stage, build_stages
+from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
 from depthbench.pipeline.build import make_transport
+from depthbench.pipeline.communicator import Communicator
 from depthbench.planning.prefill import PrefillMemory, Reading, depth_state_bytes, prefill_memory
 from depthbench.residual.state import DepthState
 from tests.harness import join_world, run_workers
@@ -151,6 +155,55 @@ def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Re
     stage.observer = count
     Engine([stage], None, reading.batch, reading.tokens).read(text(reading), reading.chunk)
     return most
+
+
+class Outlived:
+    """Knows which of the depth state's tensors are still there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def see(self, sublayer: int, state: DepthState) -> None:
+        self.seen.extend(weakref.ref(tensor) for tensor in (*state.live.values(), *state.history.values()))
+
+    def counted_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            self.alive.append(sum(ref() is not None for ref in self.seen))
+            return original(*arguments, **options)
+
+        return replaced
+
+
+def outlived(rank: int, world_size: int, store: str, runs: list[RunConfig]) -> list[tuple[int, list[int]]]:
+    """Of each run: tensors of the depth state that this rank has had, and how many of them are still there whenever a
+    message goes out or the head begins."""
+    join_world(rank, world_size, store)
+    context = startup.start(runs[0])
+    found = []
+    for run in runs:
+        transport, watch = make_transport(run, context), Outlived()
+        stages = build_stages(run, context, transport)
+        for stage in stages:
+            stage.observer = watch.see
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(DecoderStage, "project", watch.counted_before(DecoderStage.project))
+            monkeypatch.setattr(Communicator, "send_forward", watch.counted_before(Communicator.send_forward))
+            Engine(stages, transport, 2, 20).read(text(Reading(20, 8, 2)), 8)
+        found.append((len(watch.seen), watch.alive))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_sources_go_with_their_last_reader(layout: str) -> None:
+    """Of three pieces: no tensor of the depth state is left when the head begins, or a stage's message goes out."""
+    world_size, parallel = LAYOUTS[layout]
+    runs = [run_of(name, parallel) for name in SHIPPED]
+    for rank, found in enumerate(run_workers(world_size, outlived, runs)):
+        last = rank == world_size - 1
+        for name, (seen, alive) in zip(SHIPPED, found, strict=True):
+            assert seen >= 3 * (2 * MODEL["num_layers"] // world_size + 1)
+            assert alive == [0] * ((world_size > 1) * 3 + last), (name, rank)
 
 
 @pytest.mark.parametrize("chunk", [201, 64])
