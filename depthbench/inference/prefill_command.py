@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +12,10 @@ from depthbench.options import at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from depthbench.planning.prefill import PrefillMemory, Reading
+    from depthbench.planning.prefill import Reading
 
     from .load import Source
     from .measure import Measured
-
-KINDS = {
-    "weights": "weights",
-    "kv_cache": "key-value cache",
-    "depth_state": "depth state",
-    "history_cache": "history cache",
-    "workspace": "workspace",
-    "peak": "peak",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +82,8 @@ def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> 
     from depthbench.planning.cluster import load_cluster
     from depthbench.planning.prefill import prefill_memory
 
+    from .memory_table import planned_table
+
     cluster = load_cluster(args.cluster) if args.cluster else None
     stages = prefill_memory(source.run, reading)
     peak = max(stage.peak for stage in stages)
@@ -142,7 +134,7 @@ def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":
 
 def _check_output(path: Path) -> None:
     """Raise UserError where it cannot be written: before the work, not after it. Leaves no file that was not there."""
-    there = path.exists()
+    there = path.exists() or path.is_symlink()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -153,6 +145,8 @@ def _check_output(path: Path) -> None:
 
 
 def _report(args: argparse.Namespace, name: str, architecture: str, found: "Measured") -> None:
+    from .memory_table import table
+
     content = {"source": name, "architecture": architecture, **found.as_dict()}
     args.output.write_text(json.dumps(content, indent=1) + "\n")
     if args.json:
@@ -172,31 +166,3 @@ def _print(text: str, shown: Any) -> None:
     console = Console()
     console.print(text, highlight=False)
     console.print(shown)
-
-
-def planned_table(stages: Sequence["PrefillMemory"]) -> Any:
-    """A rank of each stage, in GiB."""
-    shown = _table("memory of a rank of each stage, GiB, planned")
-    for plan in stages:
-        shown.add_row(str(plan.stage), *(f"{getattr(plan, kind) / 2**30:,.3f}" for kind in KINDS))
-    return shown
-
-
-def table(found: "Measured") -> Any:
-    """The fullest rank of each stage, planned beside measured, in MiB."""
-    shown = _table("memory of the fullest rank, MiB: planned / measured")
-    for plan in found.planned:
-        fullest = max((rank for rank in found.ranks if rank.stage == plan.stage), key=lambda rank: rank.peak)
-        pairs = ((getattr(plan, kind), getattr(fullest, kind)) for kind in KINDS)
-        shown.add_row(str(plan.stage), *(f"{ours / 2**20:,.2f} / {theirs / 2**20:,.2f}" for ours, theirs in pairs))
-    return shown
-
-
-def _table(title: str) -> Any:
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("stage")
-    for heading in KINDS.values():
-        shown.add_column(heading, justify="right")
-    return shown
