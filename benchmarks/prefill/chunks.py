@@ -1,6 +1,6 @@
 """Chunk by chunk smaller: what the depth state takes by the plan, the peak that is measured, how fast reading still is.
 
-    python benchmarks/prefill/chunks.py OUT.json [--tokens 4096] [--chunks 4096 1024 ...] [key=value ...]
+    python benchmarks/prefill/chunks.py OUT.json [key=value ...] [--tokens 4096] [--chunks 4096 1024 ...]
 
 Block AttnRes of the 400M series, 16 layers; key=value: on a CPU, a smaller width.
 """

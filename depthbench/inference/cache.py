@@ -18,28 +18,30 @@ from depthbench.model.cached_attention import Page, Past
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Of one layer: batch size, KV heads of this rank, head dim, tokens there is room for, tokens of a page."""
+    """Of one layer: batch size, KV heads of this rank, head dim, tokens there is room for, tokens of a page, zeros that
+    a page has after each head's (`head_padding`)."""
 
     batch: int
     kv_heads: int
     head_dim: int
     capacity: int
     page: int
+    padding: int = 0
 
 
 class LayerCache:
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.pages: list[Tensor] = []  # [2, B, G, tokens, K] each
+        self.pages: list[Tensor] = []  # [2, B, G, tokens, K + padding] each
 
     def grow(self, tokens: int) -> None:
         """Have pages for the first `tokens`."""
         shape = self.shape
         while (begin := len(self.pages) * shape.page) < tokens:
             size = min(shape.page, shape.capacity - begin)
-            page = torch.empty(
-                (2, shape.batch, shape.kv_heads, size, shape.head_dim), dtype=self.dtype, device=self.device
-            )
+            sizes = (2, shape.batch, shape.kv_heads, size, shape.head_dim + shape.padding)
+            page = torch.empty(sizes, dtype=self.dtype, device=self.device)
+            page[..., shape.head_dim :] = 0
             self.pages.append(page)
 
     def before(self, end: int) -> list[Page]:
@@ -52,13 +54,13 @@ class LayerCache:
 
     def write(self, start: int, k_BGSK: Tensor, v_BGSK: Tensor) -> None:
         """Those of tokens from `start` on."""
-        stop = start + k_BGSK.shape[2]
+        stop, size = start + k_BGSK.shape[2], self.shape.head_dim
         self.grow(stop)
         for number in range(start // self.shape.page, -(-stop // self.shape.page)):
             first = number * self.shape.page
             begin, end = max(start, first), min(stop, first + self.shape.page)
             for mine, theirs in zip(self.pages[number], (k_BGSK, v_BGSK), strict=True):
-                mine[:, :, begin - first : end - first] = theirs[:, :, begin - start : end - start]
+                mine[:, :, begin - first : end - first, :size] = theirs[:, :, begin - start : end - start]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthbench.errors import UserError
+from depthbench.model.cached_attention import head_padding
 from depthbench.model.stage import DecoderStage
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.forward import run_forward
@@ -52,9 +53,10 @@ class Engine:
             stage.requires_grad_(False)
             stage.share_reads(most_ahead)
         ranks = self.context.tp_size
-        shape = CacheShape(batch, self.model.kv_heads // ranks, self.model.head_size, capacity, page or capacity)
         blocks = [int(index) for stage in self.stages for index in stage.blocks]
-        dtype = self.context.megatron.params_dtype
+        dtype, size = self.context.megatron.params_dtype, self.model.head_size
+        padding = head_padding(size, dtype.itemsize, self.device.type)
+        shape = CacheShape(batch, self.model.kv_heads // ranks, size, capacity, page or capacity, padding)
         self.cache = KVCache(blocks, shape, dtype, self.device, static=page is None)
         self.length = 0
 
@@ -111,7 +113,7 @@ class Engine:
                 f"{self.length + count} tokens do not fit a key-value cache of {self.capacity}: shorten the prompt, or "
                 f"make room for {self.length + count - self.capacity} more"
             )
-        check_ids(tokens_BT, self.model.vocab_size)
+        check_ids(int(tokens_BT.min()), int(tokens_BT.max()), self.model.vocab_size)
 
 
 class _Reading:

@@ -38,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command on every process; the first one prints. Raises UserError for what the user can mend."""
-    import torch
-
     from depthbench.parallel import startup
 
     from .load import find_source, load
@@ -55,24 +53,27 @@ def run(args: argparse.Namespace) -> int:
             f"{args.checkpoint} names a run's settings, and a model with random weights writes noise: give a "
             "checkpoint, or the folder of a run that has one"
         )
-    for token in args.stop:
-        if not 0 <= token < (size := source.run.model.vocab_size):
-            raise UserError(
-                f"--stop={token} is outside the vocabulary, 0 .. {size - 1}: the model never writes it; give another "
-                "id, or leave it out"
-            )
     check_chunk(args.chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
     tokenizer, prompt = _prompt(args, source.run, processes)
     if not prompt:
         raise UserError("the prompt is empty: give at least one token")
-    check_ids(torch.tensor(prompt), source.run.model.vocab_size)
+    size = source.run.model.vocab_size
+    if tokenizer:  # a model's vocabulary may be padded
+        size = min(size, tokenizer.vocab_size)
+    check_ids(min(prompt), max(prompt), size)
+    for token in args.stop:
+        if not 0 <= token < size:
+            raise UserError(
+                f"--stop={token} is outside the vocabulary, 0 .. {size - 1}: the model never writes it; give another "
+                "id, or leave it out"
+            )
     stop = {*args.stop, *([tokenizer.eod] if tokenizer else [])}
     length, trained = len(prompt) + args.max_tokens, source.run.model.sequence_length
     if rank == 0 and length > trained:
         print(f"note: up to {length} tokens, of a model trained on {trained}: see model.rope_scaling", file=sys.stderr)
     loaded = load(source)
     try:
-        written = _write(args, loaded, Sampler(sampling), prompt, stop, tokenizer, rank)
+        written = _write(args, loaded, Sampler(sampling, size), prompt, stop, tokenizer, rank)
     finally:
         startup.stop()
     if rank == 0 and args.json:

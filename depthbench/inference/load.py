@@ -14,7 +14,7 @@ import torch
 
 from depthbench.config.load import group_file, load_settings, merge, parse_overrides, plain, read_yaml, typed
 from depthbench.config.schema import RunConfig
-from depthbench.config.validate import check_layout, check_pipeline, residual_of
+from depthbench.config.validate import check_layout, check_pipeline, microbatch_group, residual_of
 from depthbench.convert.reading import Weights
 from depthbench.errors import UserError
 from depthbench.model.build import build_stages
@@ -65,8 +65,9 @@ def _layout(words: list[str]) -> dict[str, dict[str, Any]]:
     if "parallel" in chosen:
         parallel = merge(parallel, read_yaml(group_file("parallel", chosen["parallel"])))
     parallel = merge(parallel, given.get("parallel", {}))
-    # no optimizer; a run in float64 has to say so
-    return {"parallel": {**parallel, "distributed_optimizer": False}, "pipeline": given.get("pipeline", {})}
+    # nothing is trained: no optimizer (a run in float64 has to say so), and no checkpoint ends a group of depth reads
+    parallel |= {"distributed_optimizer": False, "recompute": "none"}
+    return {"parallel": parallel, "pipeline": given.get("pipeline", {})}
 
 
 def find_source(name: str, words: list[str], processes: int | None) -> Source:
@@ -113,11 +114,16 @@ def _check_same_model(run: RunConfig, weights: Weights) -> None:
 
 
 def _check(run: RunConfig, processes: int | None) -> None:
-    """Raise UserError where the model cannot be laid out, on so many, each with a part of it."""
+    """Raise UserError where the model cannot be laid out, on so many, each with a part of it, or could not be read."""
     residual_of(run)
     check_layout(run)
     check_pipeline(run)
     tensor, pipeline = run.parallel.tensor, run.parallel.pipeline
+    if (group := microbatch_group(run)) != pipeline:
+        raise UserError(
+            f"pipeline.microbatch_group={group} is for training: reading sends pieces of a text through in groups of "
+            f"parallel.pipeline={pipeline}, as in larger ones stages would wait for each other; leave it out"
+        )
     if processes not in (None, tensor * pipeline):
         raise UserError(
             f"{processes} processes for parallel.tensor={tensor} x parallel.pipeline={pipeline}: there is one copy of "

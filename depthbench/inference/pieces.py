@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from depthbench.errors import UserError
 from depthbench.pipeline.edges import Local
 
@@ -43,9 +41,8 @@ def check_chunk(chunk: int, ranks: int) -> None:
         raise UserError(f"a chunk of {chunk} tokens{shared}: give at least {ranks}{way_out}")
 
 
-def check_ids(tokens: Tensor, vocab_size: int) -> None:
-    """Raises UserError for ids that the model does not know. tokens: at least one."""
-    low, high = int(tokens.min()), int(tokens.max())
+def check_ids(low: int, high: int, vocab_size: int) -> None:
+    """Raises UserError where a text's ids, from `low` to `high`, are not all of the vocabulary."""
     if low < 0 or high >= vocab_size:
         raise UserError(
             f"token id {low if low < 0 else high} is outside the vocabulary, 0 .. {vocab_size - 1}: was the text made "

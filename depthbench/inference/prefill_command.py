@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +12,10 @@ from depthbench.options import at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from depthbench.planning.prefill import PrefillMemory, Reading
+    from depthbench.planning.prefill import Reading
 
     from .load import Source
     from .measure import Measured
-
-KINDS = {
-    "weights": "weights",
-    "kv_cache": "key-value cache",
-    "depth_state": "depth state",
-    "history_cache": "history cache",
-    "workspace": "workspace",
-    "peak": "peak",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     count, model = tokens_BT.shape[1], source.run.model
     chunk = count if args.chunk is None else args.chunk
     check_chunk(chunk, source.run.parallel.tensor if source.run.parallel.shards_tokens else 1)
-    check_ids(tokens_BT, model.vocab_size)
+    check_ids(int(tokens_BT.min()), int(tokens_BT.max()), model.vocab_size)
     if rank == 0 and count > model.sequence_length:
         text = f"note: {count} tokens, of a model trained on {model.sequence_length}: see model.rope_scaling"
         print(text, file=sys.stderr)
@@ -91,6 +81,8 @@ def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> 
     """Print the plan. Returns the exit status."""
     from depthbench.planning.cluster import load_cluster
     from depthbench.planning.prefill import prefill_memory
+
+    from .memory_table import planned_table
 
     cluster = load_cluster(args.cluster) if args.cluster else None
     stages = prefill_memory(source.run, reading)
@@ -132,22 +124,29 @@ def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":
     from .prompt import read_file
 
     ids = load_tokenizer(settings.data.tokenizer).encode_batch([read_file(args.input)])[0]
+    if not ids:
+        raise UserError(f"{args.input} has no tokens: give a longer text")
     count = len(ids) if args.tokens is None else args.tokens
-    if not ids or count > len(ids):
+    if count > len(ids):
         raise UserError(f"--tokens={count}: {args.input} has {len(ids)}; give a longer text, or fewer tokens")
     return torch.tensor(ids[:count]).expand(args.batch, -1)
 
 
 def _check_output(path: Path) -> None:
-    """Raise UserError where it cannot be written: before the work, not after it."""
+    """Raise UserError where it cannot be written: before the work, not after it. Leaves no file that was not there."""
+    there = path.exists() or path.is_symlink()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
+        if not there:
+            path.unlink()
     except OSError as error:
         raise UserError(f"cannot write --output={path}: {error}; name another file") from error
 
 
 def _report(args: argparse.Namespace, name: str, architecture: str, found: "Measured") -> None:
+    from .memory_table import table
+
     content = {"source": name, "architecture": architecture, **found.as_dict()}
     args.output.write_text(json.dumps(content, indent=1) + "\n")
     if args.json:
@@ -167,31 +166,3 @@ def _print(text: str, shown: Any) -> None:
     console = Console()
     console.print(text, highlight=False)
     console.print(shown)
-
-
-def planned_table(stages: Sequence["PrefillMemory"]) -> Any:
-    """A rank of each stage, in GiB."""
-    shown = _table("memory of a rank of each stage, GiB, planned")
-    for plan in stages:
-        shown.add_row(str(plan.stage), *(f"{getattr(plan, kind) / 2**30:,.3f}" for kind in KINDS))
-    return shown
-
-
-def table(found: "Measured") -> Any:
-    """The fullest rank of each stage, planned beside measured, in MiB."""
-    shown = _table("memory of the fullest rank, MiB: planned / measured")
-    for plan in found.planned:
-        fullest = max((rank for rank in found.ranks if rank.stage == plan.stage), key=lambda rank: rank.peak)
-        pairs = ((getattr(plan, kind), getattr(fullest, kind)) for kind in KINDS)
-        shown.add_row(str(plan.stage), *(f"{ours / 2**20:,.2f} / {theirs / 2**20:,.2f}" for ours, theirs in pairs))
-    return shown
-
-
-def _table(title: str) -> Any:
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("stage")
-    for heading in KINDS.values():
-        shown.add_column(heading, justify="right")
-    return shown

@@ -27,12 +27,14 @@ class Sampling:
 class Sampler:
     """Draws on the CPU, so that a seed means the same on every device."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, vocab_size: int | None = None) -> None:
+        """vocab_size: ids from it on are never drawn: a model may have more than its tokenizer."""
+        self.sampling, self.vocab_size = sampling, vocab_size
         self.generator = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
         """A token a row, [B]."""
+        logits_BV = logits_BV[:, : self.vocab_size]
         if self.sampling.temperature == 0:
             return logits_BV.argmax(-1).cpu()
         weights_BV = self.probabilities(logits_BV.cpu())

@@ -1,7 +1,9 @@
 """Microbatches through a pipeline, forward alone and without Megatron-Core's schedules.
 
 Those want whole groups of microbatches; a token that is decoded is a single one. A stage runs its chunks in the order
-of `order.runs`, so messages and the history cache are as in training.
+of `order.runs`, so messages and the history cache are as in training. A stage has one message on its way at a time and
+receives what is due: in groups of twice as many microbatches as stages and more, all would wait for each other to
+receive. Here groups are of as many as there are stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ def run_forward(
     model's first one); returns the message to the next (none of the last one).
     """
     layout, group = transport.layout, transport.options.group
+    assert group == layout.num_stages, f"groups of {group} through {layout.num_stages} stages may never end"
     last = layout.num_chunks - 1
     with transport.communicate(len(shares), forward_only=True, own=shares) as communicator:
         for chunk, microbatch in runs(layout, transport.stage, len(shares), group):

@@ -1,7 +1,7 @@
 """What a rank holds at the most while a model reads a text in chunks: weights, keys and values, the depth state where
 it is fullest (a source of AttnRes is D elements of each of a rank's own tokens), what a pipeline's stages cache, and a
 workspace (`prefill_workspace.py`), with a message on its way. No part grows with the length of the text but the keys
-and values.
+and values; and in float32 and float64 on CUDA, whose kernel takes neither, scores by a page, which a short one bounds.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, residual_of
+from depthbench.model.cached_attention import head_padding
 from depthbench.pipeline.edges import Local, edges
 
 from .parameters import rank_weights
@@ -64,7 +65,7 @@ def depth_state_bytes(run: RunConfig, reading: Reading, first: int, last: int) -
 
 
 def prefill_memory(run: RunConfig, reading: Reading, device: str = "cuda") -> list[PrefillMemory]:
-    """Of each stage. device: its type, by which tiles are cut.
+    """Of each stage. device: its type, by which tiles are cut and attention's kernel is chosen.
 
     Raises UserError where the residual settings or the layout cannot work at the model's shape.
     """
@@ -75,8 +76,9 @@ def prefill_memory(run: RunConfig, reading: Reading, device: str = "cuda") -> li
     page = reading.page or reading.tokens
     full_pages = -(-reading.tokens // page)
     room = min(full_pages * page, reading.tokens)
-    per_token = 2 * reading.batch * model.kv_heads * model.head_size // run.parallel.tensor
-    work = Workspace(run, local, reading.most_ahead, pages=pieces > 1, device=device)
+    kept_size = model.head_size + head_padding(model.head_size, element, device)
+    per_token = 2 * reading.batch * model.kv_heads * kept_size // run.parallel.tensor
+    work = Workspace(run, local, reading.most_ahead, _pairs(reading, page), device)
     found = []
     for stage in range(layout.num_stages):
         spans = [layout.span(chunk) for chunk in layout.chunks_of(stage)]
@@ -96,6 +98,12 @@ def prefill_memory(run: RunConfig, reading: Reading, device: str = "cuda") -> li
             )
         )
     return found
+
+
+def _pairs(reading: Reading, page: int) -> int:
+    """The most that a piece's tokens and the earlier ones on one page make, of one sequence."""
+    starts = range(reading.chunk, reading.tokens, reading.chunk)
+    return max((min(reading.chunk, reading.tokens - start) * min(page, start) for start in starts), default=0)
 
 
 def _with_message(workspace: int, message: int, *, again: bool) -> int:

@@ -9,7 +9,9 @@ at a sublayer with N sources or slots of history, elements (those marked * in fl
     branch      its input O D; of an MLP's the live tensors that the block began with
       attention matmul (H + 2G) K T, its values again; q as it is rotated in two halves and put together*, then q and k
                 rotated; output H K T, summed* where parts of the softmax are put together: for earlier pages q in rows
-                of a group and their part; for depth slots wide q, products of one slot*, logits of all* twice
+                of a group and their part; for depth slots wide q, products of one slot*, logits of all* twice; without
+                a kernel (float32 and float64 on CUDA) three times the scores of the T tokens by a page's, or their own;
+                on CUDA heads padded to multiples of 8 where they are none: q, k and v, rows and parts
       MLP       gate and up 2F T and extra projections, silu F T, product F T
     write       the new live tensors and a wide copy
     always      a buffer in which tokens are gathered, T D
@@ -22,6 +24,7 @@ from functools import cached_property
 
 from depthbench.config.schema import RunConfig
 from depthbench.config.validate import residual_of
+from depthbench.model.cached_attention import head_padding
 from depthbench.pipeline.edges import Local
 from depthbench.residual import Residual
 from depthbench.residual.depth_attention import TILE_BYTES
@@ -32,13 +35,14 @@ from .pipeline import ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class Workspace:
-    """local: what a rank holds of the longest piece. pages: whether a piece has others before it. device: its type, by
-    which tiles are cut."""
+    """local: what a rank holds of the longest piece. pairs: the most that a piece's tokens and the earlier ones on one
+    page make, of one sequence; 0 where no piece has any before it. device: its type, by which tiles are cut and
+    attention's kernel is chosen."""
 
     run: RunConfig
     local: Local
     most_ahead: int | None
-    pages: bool
+    pairs: int
     device: str
 
     @cached_property
@@ -131,24 +135,35 @@ class Workspace:
         history = self.residual.state_at(sublayer).history
         slots = sum(spec.placement is Placement.KV_HEADS for spec in history) // 2
         scalars = wide * tokens * model.num_attention_heads // ranks  # one a token and head
+        padding = head_padding(model.head_size, element, self.device)
+        out = element * q * (model.head_size + padding) // model.head_size
         before = element * (q + 3 * k)
         rotating = before + wide * q * (3 if mixed else 2)
         held = before + element * (q + k)
-        attending = held + element * (q + (2 * q if grouped else 0)) + scalars
-        projecting = held + element * (2 * q + tokens * model.hidden_size)
+        inputs = (2 * element * q if grouped else 0) + (3 * out if padding else 0)
+        attending = held + inputs + scalars + self._part(self.local.sequence**2, out)
+        projecting = held + out + element * (q + tokens * model.hidden_size)
         most = max(rotating, attending, projecting)
-        if not (self.pages or slots):
+        if not (self.pairs or slots):
             return most
         merged = held + wide * q + 2 * scalars
         copies = wide * q if mixed else 0
-        most = max(most, merged + (element * q if mixed else 0))
-        if self.pages:
-            rows = element * q if grouped else 0
-            merged += rows
-            most = max(most, merged + element * q + copies)
+        most = max(most, merged + (out if mixed else 0))
+        if self.pairs:
+            merged += out if grouped or padding else 0
+            most = max(most, merged + max(self._part(self.pairs, out), out + copies))
         if slots:
             most = max(most, merged + copies + wide * q + 2 * slots * scalars)
         return most
+
+    def _part(self, pairs: int, out: int) -> int:
+        """Of attention with so many pairs of tokens a sequence, whose output takes `out`, while it is made."""
+        if self.device != "cuda" or self.element == 2:
+            return out
+        # no kernel: scores, less their log-sum-exps, and the exponentials of these; then the first and the last
+        heads = self.run.model.num_attention_heads // self.local.tensor_parallel
+        scores = self.element * self.local.microbatch * heads * pairs
+        return max(3 * scores, 2 * scores + out)
 
     def _mlp(self, block: int) -> int:
         model, ranks = self.run.model, self.local.tensor_parallel

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthbench import cli
+from depthbench.config.load import parse_overrides
 from tests.convert.checkpoints import saved
 from tests.corpora import Corpus, trainable_run
 from tests.harness import defer_world, run_workers
@@ -17,7 +18,14 @@ LAYOUTS: dict[str, list[str]] = {
     "tp2_sp": ["parallel.tensor=2"],
     "tp2": ["parallel.tensor=2", "parallel.sequence=false"],
     "pp2_vp2": ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+    "pp2_tp2_sp": ["parallel.pipeline=2", "parallel.tensor=2"],
 }
+
+
+def processes_of(layout: str) -> int:
+    _, given = parse_overrides(LAYOUTS[layout])
+    parallel = given.get("parallel", {})
+    return parallel.get("tensor", 1) * parallel.get("pipeline", 1)
 
 
 def checkpoint(corpus: Corpus, folder: Path, architecture: str = "block_attnres", **residual: Any) -> Path:

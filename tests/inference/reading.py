@@ -89,16 +89,25 @@ def read_all(
 
 
 class Shares:
-    """How many tokens this rank's depth state has had: all that it had since the last `take`."""
+    """What this rank's depth state has been since the last `take`."""
 
     def __init__(self, engine: Engine) -> None:
-        self.seen: set[int] = set()
+        self.states: list[Tensor] = []
+        self.context = engine.context
         for stage in engine.stages:
-            stage.observer = lambda _, state, stage=stage: self.seen.add(stage.residual.probe(state).shape[0])
+            stage.observer = lambda _, state, stage=stage: self.states.append(stage.residual.probe(state))
+
+    def replicated(self) -> bool:
+        """Whether it has been the same on the ranks that share matmuls. A collective call of theirs."""
+        mine = torch.stack(self.states)
+        everyone = [torch.empty_like(mine) for _ in range(self.context.tp_size)]
+        torch.distributed.all_gather(everyone, mine, group=self.context.tp_group)
+        return all(torch.equal(mine, other) for other in everyone)
 
     def take(self) -> set[int]:
-        seen, self.seen = self.seen, set()
-        return seen
+        """How many tokens it has had."""
+        states, self.states = self.states, []
+        return {len(state) for state in states}
 
 
 def shares(tokens: int, chunk: int | None, ranks: int) -> set[int]:
@@ -117,7 +126,7 @@ def _read(engine: Engine, tokens: Tensor, chunk: int | None, expected: Tensor, s
     last = engine.read(tokens[:, :first], chunk)
     assert seen.take() == shares(first, chunk, ranks)
     decoded = [engine.read(tokens[:, at : at + 1]) for at in range(first, length)]
-    assert seen.take() == {1}
+    assert seen.replicated() and seen.take() == {1}
     if every is None or last is None:
         return None
 

@@ -12,12 +12,14 @@ from depthbench import cli
 from depthbench.data.tokenizers import Tokenizer, load_tokenizer
 from depthbench.inference.prompt import TextStream
 from depthbench.inference.sampling import Sampler
+from depthbench.model.stage import DecoderStage
 from tests.corpora import Corpus
 
-from .commands import LAYOUTS, checkpoint, command
+from .commands import LAYOUTS, checkpoint, command, processes_of
 
 IDS = "7 300 42 5 5 111 260 3 90"
 TEXT = "Größe: naïve 🙂"
+INTERLEAVED = LAYOUTS["pp2_vp2"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def written(folder: Path, *options: str, layout: str = "single", prompt: str = I
     words = LAYOUTS[layout]
     said = command(
         "generate", str(folder), *words, "--json", "--max-tokens", "8", "--ids", prompt, *options,
-        processes=2 if words else 1,
+        processes=processes_of(layout),
     )  # fmt: skip
     assert said.code == 0, said.everyone
     found: dict[str, Any] = json.loads(said.out)
@@ -90,6 +92,24 @@ def test_text_as_it_comes(folder: Path, corpus: Corpus) -> None:
     assert len([piece for piece in pieces if piece]) > 5 and not any("\ufffd" in piece for piece in pieces)
 
 
+def test_ids_that_only_the_model_has_are_not_written(
+    folder: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the likeliest is one of the three by which the model's vocabulary is larger than the tokenizer's."""
+    project = DecoderStage.project
+
+    def padded_first(stage: DecoderStage, hidden: torch.Tensor) -> torch.Tensor:
+        logits = project(stage, hidden)
+        logits[..., 513] = logits.max() + 1
+        return logits
+
+    plain = written(folder, "--tokenizer", corpus.tokenizer)
+    monkeypatch.setattr(DecoderStage, "project", padded_first)
+    assert written(folder)["tokens"] == [513] * 8
+    found = written(folder, "--tokenizer", corpus.tokenizer)
+    assert len(plain["tokens"]) == 8 and (found["tokens"], found["text"]) == (plain["tokens"], plain["text"])
+
+
 class Counted(Tokenizer):
     """Knows how many ids it has decoded at once."""
 
@@ -130,6 +150,9 @@ def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> N
     [
         (["--ids", "3 515"], "token id 515 is outside the vocabulary, 0 .. 514"),
         (["--ids", "-1 3"], "token id -1 is outside"),
+        (["--ids", f"3 {2**64}"], f"token id {2**64} is outside the vocabulary, 0 .. 514"),
+        (["--ids", "3 512", "--tokenizer", "CORPUS"], "token id 512 is outside the vocabulary, 0 .. 511"),
+        (["--prompt", "a", "--stop", "512"], "--stop=512 is outside the vocabulary, 0 .. 511"),
         (["--ids", ""], "the prompt is empty"),
         (["--prompt", ""], "the prompt is empty"),
         (["--ids", "one"], "give token ids"),
@@ -143,6 +166,7 @@ def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> N
         (["--prompt", "a", "--tokenizer", "/nowhere"], "no tokenizer at /nowhere"),
         (["--ids", "1", "pipeline.microbatch_group=-1"], "pipeline.microbatch_group=-1 must be above 0"),
         (["--ids", "1", "pipeline.microbatch_group=2"], "microbatch_group=2 needs the interleaved schedule"),
+        (["--ids", "1", *INTERLEAVED, "pipeline.microbatch_group=4"], "pipeline.microbatch_group=4 is for training"),
         (["--ids", "1", "pipeline.timeout=0"], "pipeline.timeout=0.0 must be above 0"),
         (["--ids", "1", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
         (["--ids", "1", "parallel.pipeline=3"], "does not divide over parallel.pipeline=3"),
@@ -151,8 +175,11 @@ def test_a_file_gives_what_the_argument_gives(folder: Path, tmp_path: Path) -> N
         (["--ids", "1", "model.num_layers=5"], "model.num_layers=5: checkpoint"),
     ],
 )
-def test_bad_input(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    folder: Path, corpus: Corpus, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Found before any process group starts."""
+    words = [corpus.tokenizer if word == "CORPUS" else word for word in words]
     assert cli.main(["generate", str(folder), *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,6 +1,8 @@
 """What a rank holds while it reads, against the plan, and against the length of the text."""
 
 import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from depthbench.config.schema import RunConfig
 from depthbench.inference.engine import Engine
 from depthbench.inference.load import Loaded
 from depthbench.inference.measure import Measured, measure
+from depthbench.model import depth_sdpa
 from depthbench.model.build import build_stage, build_stages
+from depthbench.model.stage import DecoderStage
 from depthbench.parallel import startup
 from depthbench.pipeline.build import make_transport
+from depthbench.pipeline.communicator import Communicator
 from depthbench.planning.prefill import PrefillMemory, Reading, depth_state_bytes, prefill_memory
 from depthbench.residual.state import DepthState
 from tests.harness import join_world, run_workers
@@ -34,6 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp": (2, SHARED),
     "pp2": (2, STAGES),
     "pp2_vp2": (2, {**STAGES, "virtual_pipeline": 2}),
+    "pp2_tp2_sp": (4, {**STAGES, **SHARED}),
 }
 READINGS = [Reading(201, 201, 2), Reading(201, 50, 2, page=64, most_ahead=2)]
 
@@ -108,6 +114,32 @@ def test_many_narrow_sources(precision: str) -> None:
             assert rank.workspace == pytest.approx(plan.workspace, rel=0.1), (name, each.reading)
 
 
+@pytest.mark.parametrize("name", ["pre_ln", "moda"])
+def test_scores_that_no_kernel_keeps_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA does in float32, planned for it, here on a CPU without its kernel."""
+    monkeypatch.setattr(depth_sdpa, "_has_kernel", lambda q: False)
+    run, readings = run_of(name, {}), [Reading(201, 201), Reading(201, 40), Reading(201, 40, page=64)]
+    (found,) = run_workers(1, measured, [run], readings)
+    for reading, each in zip(readings, found[0], strict=True):
+        (rank,), (plan,) = each.ranks, prefill_memory(run, reading)
+        assert rank.workspace == pytest.approx(plan.workspace, rel=0.1), reading
+        assert plan.workspace > 1.5 * prefill_memory(run, reading, "cpu")[0].workspace
+
+
+def test_padded_heads_are_planned_for_gpus() -> None:
+    """Heads of 76 and 80, in pages of 80, in bfloat16 on CUDA; as they are on a CPU and in float32."""
+
+    def kept(size: int, precision: str, device: str) -> int:
+        model = {**MODEL, "head_dim": size}
+        run = small_run("pre_ln", {}, model=model, train={"precision": precision})
+        return prefill_memory(run, Reading(64, 16), device)[0].kv_cache
+
+    elements = 2 * MODEL["num_layers"] * MODEL["num_kv_heads"] * 64
+    assert kept(76, "bf16", "cuda") == kept(80, "bf16", "cuda") == 2 * elements * 80
+    assert kept(76, "bf16", "cpu") == 2 * elements * 76
+    assert kept(76, "fp32", "cuda") == 4 * elements * 76
+
+
 def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Reading) -> int:
     """The most bytes of distinct storages under a state's tensors."""
     join_world(rank, world_size, store)
@@ -123,6 +155,55 @@ def storages(rank: int, world_size: int, store: str, run: RunConfig, reading: Re
     stage.observer = count
     Engine([stage], None, reading.batch, reading.tokens).read(text(reading), reading.chunk)
     return most
+
+
+class Outlived:
+    """Knows which of the depth state's tensors are still there."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def see(self, sublayer: int, state: DepthState) -> None:
+        self.seen.extend(weakref.ref(tensor) for tensor in (*state.live.values(), *state.history.values()))
+
+    def counted_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            self.alive.append(sum(ref() is not None for ref in self.seen))
+            return original(*arguments, **options)
+
+        return replaced
+
+
+def outlived(rank: int, world_size: int, store: str, runs: list[RunConfig]) -> list[tuple[int, list[int]]]:
+    """Of each run: tensors of the depth state that this rank has had, and how many of them are still there whenever a
+    message goes out or the head begins."""
+    join_world(rank, world_size, store)
+    context = startup.start(runs[0])
+    found = []
+    for run in runs:
+        transport, watch = make_transport(run, context), Outlived()
+        stages = build_stages(run, context, transport)
+        for stage in stages:
+            stage.observer = watch.see
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(DecoderStage, "project", watch.counted_before(DecoderStage.project))
+            monkeypatch.setattr(Communicator, "send_forward", watch.counted_before(Communicator.send_forward))
+            Engine(stages, transport, 2, 20).read(text(Reading(20, 8, 2)), 8)
+        found.append((len(watch.seen), watch.alive))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_sources_go_with_their_last_reader(layout: str) -> None:
+    """Of three pieces: no tensor of the depth state is left when the head begins, or a stage's message goes out."""
+    world_size, parallel = LAYOUTS[layout]
+    runs = [run_of(name, parallel) for name in SHIPPED]
+    for rank, found in enumerate(run_workers(world_size, outlived, runs)):
+        last = rank == world_size - 1
+        for name, (seen, alive) in zip(SHIPPED, found, strict=True):
+            assert seen >= 3 * (2 * MODEL["num_layers"] // world_size + 1)
+            assert alive == [0] * ((world_size > 1) * 3 + last), (name, rank)
 
 
 @pytest.mark.parametrize("chunk", [201, 64])
@@ -155,9 +236,11 @@ def test_the_papers_figures() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_text_costs_keys_and_values_alone(name: str) -> None:
-    run = run_of(name, {})
-    short, long = (prefill_memory(run, Reading(tokens, 512))[0] for tokens in (4096, 16384))
-    assert long.peak - short.peak == long.kv_cache - short.kv_cache == 3 * short.kv_cache
+    """On a GPU; in float32, for which it has no kernel, where pages bound the scores."""
+    for precision, page in (("bf16", None), ("fp32", 512)):
+        run = run_of(name, {}, precision)
+        short, long = (prefill_memory(run, Reading(tokens, 512, page=page))[0] for tokens in (4096, 16384))
+        assert long.peak - short.peak == long.kv_cache - short.kv_cache == 3 * short.kv_cache
 
 
 def test_the_peak_grows_by_keys_and_values_alone() -> None:

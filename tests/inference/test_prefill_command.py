@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from depthbench import cli
+from depthbench.errors import UserError
+from depthbench.inference.load import find_source
+from depthbench.model.recompute import Recompute
 from depthbench.planning.cluster import CLUSTERS
 from tests.corpora import Corpus
 
-from .commands import LAYOUTS, checkpoint, command
+from .commands import LAYOUTS, checkpoint, command, processes_of
 
 TINY = ["model.num_layers=4", "model.hidden_size=48", "model.ffn_hidden_size=64", "model.num_attention_heads=4"]
+INTERLEAVED = LAYOUTS["pp2_vp2"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def test_a_checkpoint_and_a_text(layout: str, folder: Path, tmp_path: Path) -> N
     """Every layout finds the token that generating would write next."""
     text = tmp_path / "text.txt"
     text.write_text("The with statement wraps a block. " * 4)
-    processes = 2 if LAYOUTS[layout] else 1
+    processes = processes_of(layout)
     out = tmp_path / "found.json"
     words = [str(folder), *LAYOUTS[layout], "--input", str(text), "--chunk", "7", "--json", "--output", str(out)]
     said = command("prefill", *words, processes=processes)
@@ -86,6 +90,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
         (["--tokens", "8", "parallel.tensor=3"], "not divisible by parallel.tensor=3"),
         (["--tokens", "8", "pipeline.microbatch_group=-1"], "pipeline.microbatch_group=-1 must be above 0"),
         (["--tokens", "8", "pipeline.microbatch_group=2"], "microbatch_group=2 needs the interleaved schedule"),
+        (["--tokens", "8", *INTERLEAVED, "pipeline.microbatch_group=4"], "groups of parallel.pipeline=2, as in larger"),
         (["--tokens", "8", "pipeline.timeout=0"], "pipeline.timeout=0.0 must be above 0"),
         (["--tokens", "8", "parallel.tensor=2"], "1 processes for parallel.tensor=2"),
         (["--input", "/nowhere.txt"], "cannot read /nowhere.txt"),
@@ -108,10 +113,36 @@ def test_output_that_cannot_be_written(
 
 
 def test_texts_that_are_too_short(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content, tokens in (("A short text.", ["--tokens", "5000"]), ("", [])):
-        (tmp_path / "text.txt").write_text(content)
-        assert cli.main(["prefill", str(folder), "--input", f"{tmp_path}/text.txt", *tokens]) == 2
-        assert "give a longer text" in capsys.readouterr().err
+    text = tmp_path / "text.txt"
+    for content, tokens, message in (
+        ("A short text.", ["--tokens", "5000"], "--tokens=5000: "),
+        ("", ["--tokens", "5"], f"{text} has no tokens: "),
+        ("", [], f"{text} has no tokens: "),
+    ):
+        text.write_text(content)
+        assert cli.main(["prefill", str(folder), "--input", str(text), *tokens]) == 2
+        assert (said := capsys.readouterr().err).startswith(f"depthbench: {message}") and "give a longer text" in said
+
+
+def test_a_failure_leaves_no_empty_output(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise UserError("no such weight")
+
+    monkeypatch.setattr("depthbench.inference.load.load", fails)
+    former = tmp_path / "former.json"
+    former.write_text("kept")
+    for output in (former, tmp_path / "new.json"):
+        assert cli.main(["prefill", str(folder), "--tokens", "8", "--output", str(output)]) == 2
+        assert "no such weight" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [former] and former.read_text() == "kept"
+
+
+def test_training_settings_do_not_change_reading() -> None:
+    """Recomputation would end groups of depth reads."""
+    run = find_source("quickstart", ["parallel.recompute=full", "parallel.distributed_optimizer=true"], 1).run
+    assert run.parallel.recompute is Recompute.NONE and not run.parallel.distributed_optimizer
 
 
 def test_there_is_no_such_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,13 @@ def test_greedy_takes_the_first_of_the_likeliest() -> None:
     assert Sampler(Sampling())(LOGITS).tolist() == [0, 1]
 
 
+def test_ids_beyond_the_vocabulary_are_not_drawn() -> None:
+    assert Sampler(Sampling(), vocab_size=2)(LOGITS).tolist() == [0, 1]
+    assert Sampler(Sampling(), vocab_size=1)(LOGITS).tolist() == [0, 0]
+    drawn = Sampler(Sampling(4.0), vocab_size=3)(LOGITS[:1].expand(1000, -1))
+    assert set(drawn.tolist()) == {0, 1, 2}
+
+
 def test_draws_follow_probabilities_and_repeat_with_their_seed() -> None:
     many = LOGITS[:1].expand(20_000, -1)
     drawn = Sampler(Sampling(1.5, 0.9, seed=3))(many)

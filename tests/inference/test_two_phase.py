@@ -131,7 +131,10 @@ def finished_reads(rank: int, world_size: int, store: str, run: RunConfig, most:
 def test_reads_of_a_model() -> None:
     """28 layers in 8 blocks of 7 sublayers. One by one: 6 reads of 1 finished source, 7 of each of 2 .. 7, 8 of 8 (the
     readout is among them), and the readout's of the last block. Ahead: once from the third block on. By parts of 4:
-    blocks 2 .. 6 do 4 reads ahead and then 3, with 3 sources one by one; the last block 4 and 4."""
+    blocks 2 .. 6 do 4 reads ahead and then 3, with 3 sources one by one; the last block 4 and 4.
+
+    The first two blocks read once a sublayer where once a block would do: by `two_phases_read_less`, keeping 13
+    mixtures moves more than the 17 passes that it would spare."""
     tiny = {"num_layers": 28, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2, "num_kv_heads": 1}
     run = small_run("block_attnres", {"num_blocks": 8}, model=tiny)
     early, last = 6 * 1 + 7 * 2, 1
@@ -139,4 +142,21 @@ def test_reads_of_a_model() -> None:
     ahead = early + (3 + 4 + 5 + 6 + 7) + 8 + last
     by_parts = early + (3 + 3 * 3) + 2 * (4 + 5 + 6 + 7) + 2 * 8 + last
     assert (one_by_one, ahead) == (260, 54)
+    spared, mixtures = early - 1 - 2, 6 + 7
+    assert ahead - spared == 37 and spared < 2 * mixtures
     assert run_workers(1, finished_reads, run, [1, None, 4]) == [[one_by_one, ahead, by_parts]]
+
+
+def test_reads_of_a_model_with_short_blocks() -> None:
+    """32 layers in 16 blocks of 4 sublayers, two blocks a group. The first group reads one by one: 3 reads of 1 source
+    and 4 of 2. Every later one reads what is finished before it once, and the block that finishes within it once a
+    sublayer; the readout reads two such blocks. Groups of one block (by parts of 4; the readout, over 17 sources, is
+    then alone) make more passes."""
+    tiny = {"num_layers": 32, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2, "num_kv_heads": 1}
+    run = small_run("block_attnres", {"sublayers_per_block": 4}, model=tiny)
+    early = 3 * 1 + 4 * 2
+    one_by_one = early + 4 * sum(range(3, 17)) + 17
+    by_two_blocks = early + sum(range(3, 16, 2)) + 7 * 4 + 2
+    by_blocks = early + sum(range(3, 17)) + 17
+    assert (one_by_one, by_two_blocks, by_blocks) == (560, 104, 161)
+    assert run_workers(1, finished_reads, run, [1, None, 4]) == [[one_by_one, by_two_blocks, by_blocks]]
