@@ -29,10 +29,9 @@ from .importing import import_
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "tp2": (2, {"tensor": 2}),
+    "dp2_tp2": (4, {"tensor": 2, "distributed_optimizer": True}),
     "tp2_pp2": (4, {"tensor": 2, "sequence": True, "pipeline": 2}),
     "pp2_vp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
-    "dp2_tp2": (4, {"tensor": 2, "distributed_optimizer": True}),
 }
 
 
