@@ -76,8 +76,8 @@ def measured(action: Callable[[], Any], before: int) -> tuple[Any, float, int]:
     return result, time.monotonic() - start, resident("VmHWM") - before
 
 
-def export_here(checkpoint: Path, out: Path) -> None:
-    """In a process of its own: export and verify, and print what each took."""
+def export_here(checkpoint: Path, out: Path) -> int:
+    """In a process of its own: export and verify, and print what each took. Returns 1 where that is too much memory."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from depthbench.convert.export import export
@@ -91,9 +91,11 @@ def export_here(checkpoint: Path, out: Path) -> None:
     assert found.equal
     peak = max(peak, other)
     print(f"  peak {peak / 1e9:.2f} GB: {'below' if peak < LIMIT else 'ABOVE'} the {LIMIT / 1e9:.1f} GB allowed")
+    return int(peak >= LIMIT)
 
 
-def main() -> None:
+def main() -> int:
+    """Returns 1 where an export takes more memory than allowed, or does not verify."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1600m_L28")
     parser.add_argument("--residual", nargs="+", default=["pre_ln", "block_attnres"])
@@ -101,16 +103,18 @@ def main() -> None:
     parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        export_here(*args.child)
-        return
+        return export_here(*args.child)
+    failed = False
     for residual in args.residual:
         shutil.rmtree(args.scratch, ignore_errors=True)
         checkpoint = args.scratch / folder_name(1)
         size = write_checkpoint(checkpoint, settings(args.model, residual))
         print(f"{args.model}, {residual}: {size / 1e9:.2f} GB of bfloat16 weights", flush=True)
-        subprocess.run([sys.executable, __file__, "--child", str(checkpoint), str(args.scratch / "out")], check=True)
+        child = [sys.executable, __file__, "--child", str(checkpoint), str(args.scratch / "out")]
+        failed |= subprocess.run(child).returncode != 0
         shutil.rmtree(args.scratch)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

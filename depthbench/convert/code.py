@@ -16,7 +16,7 @@ CONFIGURATION, MODELING = "configuration_depthbench", "modeling_depthbench"
 _PACKAGE = Path(__file__).parents[1]
 _HF = Path(__file__).parent / "hf"
 _SIBLING = re.compile(r"^from \.(\w+) import", re.MULTILINE)
-_OURS = re.compile(r"^from depthbench\.(residual|model)(?:\.(\w+))? import (\w+)", re.MULTILINE)
+_OURS = re.compile(r"^from depthbench\.(residual|model)\.(\w+) import", re.MULTILINE)
 _LAST_IMPORT = "from .layers_depthbench import"
 
 
@@ -33,14 +33,14 @@ def _sources(residual: Residual) -> dict[str, str]:
             continue
         found[name] = text
         wanted += [(folder, sibling) for sibling in _SIBLING.findall(text)]
-        wanted += [(_PACKAGE / place, module or imported) for place, module, imported in _OURS.findall(text)]
+        wanted += [(_PACKAGE / place, module) for place, module in _OURS.findall(text)]
     return found
 
 
 def code_files(residual: Residual) -> dict[str, str]:
     """File name to text of everything that an export of this architecture needs, in one folder."""
     files = {
-        f"{name}.py": _OURS.sub(lambda match: f"from .{match[2] or ''} import {match[3]}", text)
+        f"{name}.py": _OURS.sub(lambda match: f"from .{match[2]} import", text)
         for name, text in _sources(residual).items()
     }
     # a name that every module has; importing the architecture's registers it

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16", "float64"),
         help="of the weights (default: the checkpoint's); what training keeps in float32 stays there",
     )
-    parser.add_argument("--max-shard-size", default="1GB", metavar="SIZE", help="of a weight file (default: 1GB)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of a weight file (default: 1GB)")
     parser.add_argument("--overwrite", action="store_true", help="replace an export that is in OUT")
     parser.add_argument("--no-verify", action="store_true", help="do not run both models to compare them")
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 where the export does not compute what the checkpoint does; raises UserError."""
     from .export import DTYPES, export
+    from .library import need_transformers
     from .shards import parse_size
 
     def warn(line: str) -> None:
@@ -39,11 +40,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.format == "olmo":
         return _olmo(args, warn)
+    if not args.no_verify:
+        need_transformers()
     done = export(
         args.checkpoint,
         args.out,
         dtype=DTYPES[args.dtype] if args.dtype else None,
-        max_shard_bytes=parse_size(args.max_shard_size),
+        max_shard_bytes=parse_size("1GB" if args.max_shard_size is None else args.max_shard_size),
         overwrite=args.overwrite,
         warn=warn,
     )
@@ -67,6 +70,8 @@ def _olmo(args: argparse.Namespace, warn: Callable[[str], None]) -> int:
 
     if args.dtype:
         raise UserError(f"--dtype={args.dtype}: --format olmo keeps the stored types")
+    if args.max_shard_size is not None:
+        raise UserError(f"--max-shard-size={args.max_shard_size}: --format olmo writes no safetensors; leave it out")
     done = export_olmo(args.checkpoint, args.out, overwrite=args.overwrite, warn=warn)
     run = done.weights.run
     print(f"wrote {done.folder}: {run.architecture}, step {done.weights.checkpoint.step}, {len(done.tensors)} tensors")

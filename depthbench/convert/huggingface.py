@@ -1,13 +1,11 @@
 """A Hugging Face folder as the source of an import: a Llama, or one of our own exports."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from depthbench.config.build import build
@@ -18,12 +16,10 @@ from depthbench.residual import Residual, architecture
 from .library import installed_transformers
 from .llama import llama_settings
 from .names import Exported, listed, named_tensors, tensor_faults
-from .shards import INDEX
+from .weight_files import WeightFiles, read_json
 
 CONFIG = "config.json"
 OWN = "depthbench"  # the model type of our own exports
-_SINGLE = "model.safetensors"
-_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")  # old versions of transformers stored what they compute
 
 
@@ -36,15 +32,15 @@ class HuggingFaceFolder:
         self.folder = folder
         config = read_json(folder / CONFIG)
         self.remote_code = config.get("model_type") == OWN
+        self.float32_norms = not self.remote_code  # as transformers' own Llama has them
         self.model, self.architecture, self.residual = settings_in(config, folder)
-        self._files = _files(folder)
-        found = {name: stored for file in self._files for name, stored in _contents(file).items()}
+        self._stored = WeightFiles(folder)
         described = architecture(self.architecture)(self.residual, self.model.residual_shape)
         # in float64, so that a type other than it is one that the architecture keeps
         wanted = named_tensors(self.model, described, torch.float64, llama=not self.remote_code)
-        _check(folder, wanted, {name: shape for name, (shape, _, _) in found.items()}, self.model.tie_embeddings)
-        self.dtypes: Mapping[str, torch.dtype] = {t.logical: found[t.name][1] for t in wanted}
-        self._places = {tensor.logical: (found[tensor.name][2], tensor.name) for tensor in wanted}
+        _check(folder, wanted, self._stored.shapes, self.model.tie_embeddings)
+        self._names = {tensor.logical: tensor.name for tensor in wanted}
+        self.dtypes: Mapping[str, torch.dtype] = {n: self._stored.dtypes[name] for n, name in self._names.items()}
         self.tokenizer = next(
             (folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None
         )
@@ -54,20 +50,17 @@ class HuggingFaceFolder:
             "model_type": config.get("model_type"),
             "architectures": config.get("architectures"),
             "transformers": config.get("transformers_version"),
-            "files": {file.name: file.stat().st_size for file in self._files},
+            "files": {file.name: file.stat().st_size for file in self._stored.files},
         }
 
     def read(self, name: str) -> Tensor:
-        file, stored = self._places[name]
-        with safe_open(file, "pt") as held:
-            tensor: Tensor = held.get_tensor(stored)
-        return tensor
+        return self._stored.read(self._names[name])
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, stored: Mapping[str, torch.dtype], dtype: torch.dtype) -> Tensor:
         """[B, S, V]: see `verify_import.Runs`. The folder's own code is not run."""
         model = self._load(dtype)
-        names = {name: logical for logical, (_, name) in self._places.items()}
+        names = {name: logical for logical, name in self._names.items()}
         for name, parameter in model.named_parameters():
             parameter.copy_(parameter.to(stored.get(names[name], dtype)))
         logits: Tensor = model(tokens_BS, use_cache=False).logits
@@ -80,19 +73,6 @@ class HuggingFaceFolder:
         else:
             from .hf.modeling_depthbench import DepthBenchForCausalLM as loader
         return loader.from_pretrained(self.folder, dtype=dtype, local_files_only=True).eval()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises UserError where there is no such file, or no JSON object in it."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold an object, not {type(content).__name__}")
-    return content
 
 
 def settings_in(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
@@ -136,41 +116,6 @@ def _own(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, str, Any]:
         raise UserError(f"{folder / CONFIG}: {error}") from error
     model: ModelConfig = build(ModelConfig, {ours: config[theirs] for ours, theirs in names.items()}, "model")
     return model, name, build(config_class, config["residual"], "residual")
-
-
-def _files(folder: Path) -> list[Path]:
-    """The weight files. Raises UserError naming those of the index that are missing."""
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise UserError(f"{folder / INDEX} has no weight_map")
-        names = sorted(set(index.values()))
-        if missing := [name for name in names if not (folder / name).is_file()]:
-            raise UserError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing)}")
-        return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    hint = f"; it has {others[0]}, a pickle: save it as safetensors with transformers first" if others else ""
-    raise UserError(f"{folder} has neither {_SINGLE} nor {INDEX}{hint}")
-
-
-def _contents(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype, Path]]:
-    """By name: shape, type, place."""
-    found = {}
-    try:
-        with safe_open(file, "pt") as held:
-            for name in held.keys():  # noqa: SIM118
-                stored = held.get_slice(name)
-                if stored.get_dtype() not in _TYPES:
-                    raise UserError(
-                        f"{file}: {name} is stored as {stored.get_dtype()}, quantised or no weight; supported are "
-                        f"{', '.join(_TYPES)}"
-                    )
-                found[name] = (tuple(stored.get_shape()), _TYPES[stored.get_dtype()], file)
-    except SafetensorError as error:
-        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
-    return found
 
 
 def _check(folder: Path, wanted: Iterable[Exported], found: dict[str, tuple[int, ...]], tied: bool) -> None:

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from depthbench.errors import UserError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action's arguments to `parser`."""
@@ -48,19 +50,26 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 where the checkpoint does not compute what the source does; raises UserError."""
     from .export import DTYPES
     from .importing import import_model
+    from .library import need_transformers
     from .olmo import OlmoSource
     from .olmo_unsaid import decided
     from .opening import open_source
     from .source import Source
     from .upcycle import upcycled
-    from .verify_import import verify
+    from .verify_import import Runs, verify
 
     def warn(line: str) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
+    if args.allow_different and not args.residual:
+        raise UserError("--allow-different needs --residual: without it the function is always the source's")
     original: Source = open_source(args.source)
-    words = args.set
-    if isinstance(original, OlmoSource) and original.unsaid and not args.residual:
+    if isinstance(original, Runs) and not args.no_verify:
+        need_transformers()
+    words, unsaid = args.set, isinstance(original, OlmoSource) and bool(original.unsaid)
+    if args.text and not unsaid:
+        raise UserError(f"--text={args.text}: {args.source} leaves nothing open that a text could tell; leave it out")
+    if isinstance(original, OlmoSource) and unsaid and not args.residual:
         original, words = decided(original, args.set, args.text), []
         for line in original.origin.get("found_by_loss", ()):
             print(line)

@@ -50,12 +50,19 @@ class Trial:
 def decided(source: OlmoSource, words: Sequence[str], text: Path | None) -> OlmoSource:
     """`source` with nothing left open: by `words` (`readout=norm_then_sum`), else by the loss on the file `text`.
 
-    Raises UserError where neither is given, or the losses do not tell.
+    Raises UserError where neither is given or both, or the losses do not tell.
     """
-    _, given = parse_overrides(list(words))
+    groups, given = parse_overrides(list(words))
+    if groups:
+        example = next(iter(source.unsaid))
+        raise UserError(
+            f"--set {next(iter(groups))}=...: give fields that the checkpoint leaves open, as {example}=..."
+        )
     if given:
         source = OlmoSource(source.folder, given)
     if not source.unsaid:
+        if text is not None:
+            raise UserError(f"--text={text}: --set {' '.join(words)} says already what it would tell; give one of them")
         return source
     if text is None:
         fields = "; ".join(f"{name} is one of {', '.join(values)}" for name, values in source.unsaid.items())

@@ -12,9 +12,9 @@ from depthbench.errors import UserError
 
 from .memory import give_back
 from .names import Exported
+from .weight_files import INDEX, SINGLE
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-INDEX = "model.safetensors.index.json"
 
 
 def parse_size(text: str) -> int:
@@ -47,7 +47,7 @@ def write_shards(folder: Path, tensors: Sequence[Exported], limit: int, read: Ca
     shards = into_shards(tensors, limit)
     places = {}
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file({tensor.name: read(tensor) for tensor in shard}, folder / name, metadata={"format": "pt"})
         give_back()
         places.update({tensor.name: name for tensor in shard})

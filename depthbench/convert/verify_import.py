@@ -28,7 +28,9 @@ Types = Mapping[str, torch.dtype]
 
 @runtime_checkable
 class Runs(Protocol):
-    """A source that computes by itself."""
+    """A source that computes by itself. float32_norms: whether its norms are in float32 whatever `dtype` is."""
+
+    float32_norms: bool
 
     def logits(self, tokens_BS: Tensor, stored: Types, dtype: torch.dtype) -> Tensor:
         """[B, S, V], computed in `dtype` from weights rounded to the types `stored`, by logical name."""
@@ -67,13 +69,11 @@ def verify(source: Source, done: Import) -> Difference:
     tokens_BS = sample_tokens(done.run)
     dtype = torch.float64 if done.dtype is torch.float64 else torch.float32
     stored = {tensor.logical: tensor.dtype for tensor in done.tensors}
-    # transformers' own Llama has norms in float32 whatever the rest is
-    tolerance = TOLERANCE_FLOAT64 if dtype is torch.float64 and not isinstance(source, Runs) else TOLERANCE
-    original, different = source, ""
-    if isinstance(source, Upcycled):
-        original, different = source.source, source.different
-        if source.rounds(stored):
-            tolerance += 8 * torch.finfo(done.dtype).eps
+    original, different = (source.source, source.different) if isinstance(source, Upcycled) else (source, "")
+    exact = dtype is torch.float64 and not (isinstance(original, Runs) and original.float32_norms)
+    tolerance = TOLERANCE_FLOAT64 if exact else TOLERANCE
+    if isinstance(source, Upcycled) and source.rounds(stored):
+        tolerance += 8 * torch.finfo(done.dtype).eps
     if isinstance(original, Runs):
         theirs = original.logits(tokens_BS, stored, dtype)
     else:

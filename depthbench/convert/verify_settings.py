@@ -9,7 +9,8 @@ from depthbench.model.config import ModelConfig
 from depthbench.model.rope_scaling import inverse_frequencies
 
 from .export import Export
-from .huggingface import CONFIG, read_json, settings_in
+from .huggingface import CONFIG, settings_in
+from .weight_files import read_json
 
 _APART = ("rope_theta", "rope_scaling")  # compared by what they do
 _FREE = ("init_std",)  # a trained model does not depend on it

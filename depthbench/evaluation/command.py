@@ -56,15 +56,16 @@ def run(args: argparse.Namespace) -> int:
         _need("lm_eval", "accelerate")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    from .export import load, read_config
+    from .export import cap, load, read_config
 
-    read_config(args.export)  # first, as the data and the harness's tasks may take minutes to come
+    # first, as the data and the harness's tasks may take minutes to come
+    length = cap(read_config(args.export), args.max_length)
     sets = _sets(domain, args.data, args.limit)
     if tasks:
         from .harness import find_tasks, run_tasks
 
         manager = find_tasks(tasks, args.include_path)
-    model = load(args.export, args.device, args.dtype, args.max_length)
+    model = load(args.export, args.device, args.dtype, length)
     settings = {"max_length": model.max_length, "limit": args.limit, "batch_size": args.batch_size}
     result: dict[str, Any] = {
         "model": model.provenance.as_dict(),
@@ -109,8 +110,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--include-path needs --tasks")
     if args.data and not args.domain_nll:
         raise UserError("--data needs --domain-nll")
-    if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-        raise UserError(f"--json={args.json}: its folder does not exist")
+    if args.json not in (None, "-"):
+        if not Path(args.json).absolute().parent.is_dir():
+            raise UserError(f"--json={args.json}: its folder does not exist")
+        if Path(args.json).is_dir():
+            raise UserError(f"--json={args.json} is a folder; give a file in it")
     if args.output and args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise UserError(f"--output={args.output} is not an empty folder; give another")
 
@@ -147,18 +151,18 @@ class _Bars(Progress):
 
 def _write(args: argparse.Namespace, result: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> None:
     text = json.dumps(result, indent=2, default=str)
-    if args.json == "-":
-        print(text)
-    else:
-        _show(result)
-    if args.json not in (None, "-"):
-        Path(args.json).write_text(text + "\n")
-    if args.output:
+    if args.output:  # first: it holds all, if another place cannot be written
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "results.json").write_text(text + "\n")
         for name, records in samples.items():
             lines = "".join(json.dumps(record, default=str) + "\n" for record in records)
             (args.output / f"samples_{name}.jsonl").write_text(lines)
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(text + "\n")
+    if args.json == "-":
+        print(text)
+    else:
+        _show(result)
 
 
 def _show(result: dict[str, Any]) -> None:

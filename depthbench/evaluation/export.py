@@ -55,7 +55,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a JSON {type(config).__name__}, no settings of a model")
-    for name in config.get("auto_map", {}).values():
+    code = config.get("auto_map", {})
+    if not isinstance(code, dict):
+        raise UserError(f"{file}: auto_map={json.dumps(code)} is no object, which transformers cannot load; remove it")
+    for name in code.values():
         if "--" in str(name):  # REPOSITORY--module.Class
             raise UserError(f"{file} takes code from elsewhere ({name}); only code in the folder itself is run")
     return config
@@ -108,7 +111,7 @@ def load(folder: Path, device: str, dtype: str | None, max_length: int | None) -
         tokenizer = AutoTokenizer.from_pretrained(folder, **local)
         wanted = getattr(torch, dtype) if dtype else "auto"
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, output_loading_info=True, **local)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError) as error:  # the last: shapes that differ
         raise UserError(f"{folder} cannot be loaded: {error}") from error
     model, said = loaded
     if missing := sorted(said["missing_keys"]):  # transformers would draw them anew
@@ -119,7 +122,7 @@ def load(folder: Path, device: str, dtype: str | None, max_length: int | None) -
 
 def _provenance(folder: Path, config: dict[str, Any], model: Any) -> Provenance:
     card = folder / "README.md"
-    rows = dict(_ROW.findall(card.read_text())) if card.is_file() else {}
+    rows = dict(_ROW.findall(card.read_text(errors="replace"))) if card.is_file() else {}
     named = config.get("architectures") or [type(model).__name__]
     return Provenance(
         folder=str(folder.resolve()),

@@ -12,7 +12,9 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from depthbench.errors import UserError
@@ -57,6 +59,19 @@ class _Model(HFLM):
             self.cut += len(context) + len(continuation) > self.max_length + 1
         return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
+    def generate_until(self, requests: list[Instance], *args: Any, **kwargs: Any) -> list[str]:
+        for request in requests:
+            context, settings = request.args
+            new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
+            if new >= self.max_length:
+                raise UserError(
+                    f"task {request.task_name} lets the model write {new} tokens, which leaves no room for what it is "
+                    f"given: {self.max_length} are the most together. Leave it out, or set a smaller max_gen_toks in "
+                    "the generation_kwargs of a YAML task of your own (--include-path)"
+                )
+            self.cut += len(self.tok_encode(context)) + new > self.max_length
+        return list(super().generate_until(requests, *args, **kwargs))
+
 
 def find_tasks(names: list[str], include: Path | None) -> TaskManager:
     """A manager of all of `names`, tasks, groups or tags: those of YAML files under `include`, and the harness's own.
@@ -99,7 +114,7 @@ def run_tasks(
     """Run what `find_tasks` found.
 
     Log-probabilities are in float32 at least. limit: rows of each task. Raises UserError where a continuation is
-    longer than the model takes.
+    longer than the model takes, or one to be written may become so long.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness would fork this process to estimate errors
     harness = _Model(

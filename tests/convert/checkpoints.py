@@ -168,7 +168,7 @@ def export(source: Path, out: Path, *options: str, before: Callable[[], None] | 
 
 
 @torch.no_grad()
-def _logits(rank: int, world_size: int, store: str, folder: Path, tokens_BS: Tensor) -> Tensor:
+def _run(rank: int, world_size: int, store: str, folder: Path, tokens_BS: Tensor) -> tuple[Tensor, list[Tensor]]:
     join_world(rank, world_size, store)
     checkpoint = find(folder)
     settings = checkpoint.manifest()["settings"]
@@ -178,14 +178,23 @@ def _logits(rank: int, world_size: int, store: str, folder: Path, tokens_BS: Ten
     targets = {name: tensor.data for name, tensor in state.items()}
     for name, values in dist_checkpointing.load(state, str(checkpoint.path)).items():
         targets[name].copy_(values.view(targets[name].shape))
-    depth = stage.residual.start(stage.embed(tokens_BS))
+    embedded = stage.embed(tokens_BS)
+    depth, states = stage.residual.start(embedded), [embedded]
     for block in stage.blocks.values():
         depth = block(depth)
-    return stage.logits(depth)[..., : run.model.vocab_size].transpose(0, 1)
+        states.append(stage.residual.probe(depth))
+    logits = stage.logits(depth)[..., : run.model.vocab_size]
+    return logits.transpose(0, 1), [state.transpose(0, 1) for state in states]
+
+
+def megatron(folder: Path, tokens_BS: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Of the trainer's model on one process, loaded by Megatron-Core's own reader: logits [B, S, V], the embedding and
+    what each block leaves, [B, S, D] or, of residual streams, [B, S, N, D]."""
+    (found,) = run_workers(1, _run, folder, tokens_BS)
+    logits, states = found
+    return logits, states
 
 
 def megatron_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
-    """[B, S, V] of the trainer's model on one process, loaded by Megatron-Core's own reader."""
-    (logits,) = run_workers(1, _logits, folder, tokens_BS)
-    found: Tensor = logits
-    return found
+    """[B, S, V] as `megatron`."""
+    return megatron(folder, tokens_BS)[0]

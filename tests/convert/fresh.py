@@ -192,7 +192,7 @@ def answers(folder: Path) -> dict[str, Any]:
         "eager": apart(load(folder, attn_implementation="eager")(batch).logits, logits),
         "split": apart(model(batch[:, 10:], **cache).logits, logits[:, 10:]),
         "kept": apart(model(batch, logits_to_keep=3).logits, logits[:, -3:]),
-        "states": len(states),
+        "states": states,
         "last state": apart(model.get_output_embeddings()(states[-1]), logits),
         "base": apart(model.get_output_embeddings()(base(batch).last_hidden_state), logits),
         "cached": generated(model, prompt, attention_mask=mask)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from depthbench.config.schema import RunConfig
 from depthbench.data.tokenizers import load_tokenizer
 from tests.corpora import Corpus
 
-from .checkpoints import CASES, TRAINED, Case, all_saved, export, megatron_logits, run_of, trained
+from .checkpoints import CASES, TRAINED, Case, all_saved, export, megatron, megatron_logits, run_of, trained
 
 Answers = dict[str, dict[str, Any]]
 FRESH = Path(__file__).with_name("fresh.py")
 OLD = os.environ.get("DEPTHBENCH_TRANSFORMERS_457")
 OTHERS = [*(f"{name}-fp64" for name in CASES), *(f"{name}-bf16" for name in ("pre_ln", "block_attnres", "mhc"))]
+SHARDED = "moda"
 VERSIONS = {"installed": "", "4.57": OLD or ""}
 WIDTHS = {"fp64": ["torch.float64"], "bf16": ["torch.bfloat16"]}
 ATTNRES, MHC = ("key_norm", "query"), ("bias", "scale_post", "scale_pre", "scale_res")
@@ -38,7 +42,8 @@ def exports(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
     trained([run_of(corpus, folder / "runs" / name, case) for name, case in TRAINED.items()], 4)
     for name in CASES:
-        said = export(folder / "runs" / name, folder / name)
+        shards = ["--max-shard-size", "60KB"] if name == SHARDED else []
+        said = export(folder / "runs" / name, folder / name, *shards)
         assert said.code == 0, said.err
         assert "verified: logits at 64 positions agree" in said.out
     return folder
@@ -46,14 +51,22 @@ def exports(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(corpus: Corpus, exports: Path) -> list[str]:
-    """Ten exports in float64 and three in bfloat16, of runs in that precision, beside those of `exports`."""
-    names = {name: (CASES[name.partition("-")[0]], name.partition("-")[2]) for name in OTHERS}
+    """Ten exports in float64, of runs that were trained as those of `exports` were, and three in bfloat16, of models
+    that were not trained, beside those of `exports`."""
     runs = exports / "runs"
-    all_saved([run_of(corpus, runs / n, Case(c.residual, c.model, {}), precision=p) for n, (c, p) in names.items()])
-    for name in names:
+
+    def run(name: str, cases: dict[str, Case], **train: Any) -> RunConfig:
+        architecture, _, precision = name.partition("-")
+        return run_of(corpus, runs / name, cases[architecture], precision=precision, **train)
+
+    wide = [name for name in OTHERS if name.endswith("-fp64")]
+    trained([run(name, TRAINED, eval_every=0) for name in wide], 4)
+    single = {name: Case(case.residual, case.model, {}) for name, case in CASES.items()}
+    all_saved([run(name, single) for name in OTHERS if name not in wide])
+    for name in OTHERS:
         said = export(runs / name, exports / name, "--no-verify")
         assert said.code == 0, said.err
-    return list(names)
+    return OTHERS
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -76,6 +89,11 @@ def found(exports: Path, others: list[str], version: str, tmp_path_factory: pyte
     return answers
 
 
+def apart(theirs: Tensor, ours: Tensor) -> float:
+    assert theirs.shape == ours.shape
+    return float((theirs - ours).abs().max() / ours.abs().max())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers, version: str, name: str) -> None:
     said = found[name]
@@ -84,15 +102,16 @@ def test_loaded_without_depthbench(exports: Path, corpus: Corpus, found: Answers
         assert said["version"].startswith(version)
     assert said["class"] == ("LlamaForCausalLM" if name == "pre_ln" else "DepthBenchForCausalLM")
     assert said["backend"]
-    ours = megatron_logits(exports / "runs" / name, said["tokens"])
-    assert ours.shape == said["logits"].shape
-    assert float((said["logits"] - ours).abs().max() / ours.abs().max()) <= 1e-5
+    ours, states = megatron(exports / "runs" / name, said["tokens"])
+    assert apart(said["logits"], ours) <= 1e-5
+    assert len(said["states"]) == 5  # the last one is checked to be the input of the head
+    for number, (theirs, wanted) in enumerate(zip(said["states"][:-1], states[:-1], strict=True)):
+        assert apart(theirs, wanted) <= 1e-5, number
 
     for same in ("eager", "split", "kept", "last state", "base", "left", "right", "loss", "checkpointed"):
         assert said[same] <= 1e-5, same
     for holds in ("cached", "beams", "static", "padded generation", "saved again"):
         assert said[holds], holds
-    assert said["states"] == 5
     assert said["losses"] == sorted(said["losses"], reverse=True)
     assert 0 < said["bf16"] < 0.1
     assert tuple(sorted({path.rpartition(".")[2] for path in said["float32 in bf16"]})) == FLOAT32.get(name, ())
@@ -113,7 +132,7 @@ def test_other_precisions(exports: Path, found: Answers, name: str) -> None:
     said, ours = found[name], megatron_logits(exports / "runs" / name, found[name]["tokens"])
     assert said["types"] == WIDTHS[precision] + (["torch.float32"] if precision == "bf16" and case in FLOAT32 else [])
     tolerance = {"fp64": 1e-9 if case != "pre_ln" else 1e-5, "bf16": 2e-2}[precision]
-    assert float((said["logits"] - ours).abs().max() / ours.abs().max()) <= tolerance
+    assert apart(said["logits"], ours) <= tolerance
     assert said["cached"]
 
 
@@ -141,9 +160,15 @@ def test_what_is_written(exports: Path, name: str) -> None:
         assert {f"{value.partition('.')[0]}.py" for value in config["auto_map"].values()} < set(code)
         imported = {module for path in code for module in imports((folder / path).read_text())}
         assert imported - set(sys.stdlib_module_names) == {"torch", "transformers"}
+        texts = {path: (folder / path).read_text() for path in code}
+        # the one form by which transformers finds files; 4.57 copies those alone that the modeling file names
+        assert not any(re.search(r"^\s*(from \.+ import|import \.)", text, re.MULTILINE) for text in texts.values())
+        named = set(re.findall(r"^from \.(\w+) import", texts["modeling_depthbench.py"], re.MULTILINE))
+        assert {f"{module}.py" for module in named} == set(code) - {"modeling_depthbench.py"}
         assert ("moda.py" in code, "sinkhorn.py" in code) == (name == "moda", name == "mhc")
     card = (folder / "README.md").read_text()
     for line in ("step 3", "| training loss |", "| validation loss |", "topics_train x 1", "commit", "data.train doc"):
         assert line in card, line
-    files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.model"}
+    files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
+    files.add("model.safetensors.index.json" if name == SHARDED else "model.safetensors")
     assert files <= {path.name for path in folder.iterdir()}

@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from depthbench.errors import UserError
 from tests.corpora import Corpus, snapshot
 from tests.harness import run_workers
 
-from .checkpoints import CASES, Case, export, run_of, saved
+from .checkpoints import CASES, Case, all_saved, export, run_of, saved
+from .importing import import_
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "tp2": (2, {"tensor": 2}),
+    "dp2_tp2": (4, {"tensor": 2, "distributed_optimizer": True}),
     "tp2_pp2": (4, {"tensor": 2, "sequence": True, "pipeline": 2}),
     "pp2_vp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
 }
@@ -37,14 +39,22 @@ def silent(line: str) -> None:
     raise AssertionError(line)
 
 
-@pytest.mark.parametrize("name", ["block_attnres", "mhc", "moda", "pre_ln"])
-def test_any_layout_gives_the_same_bytes(corpus: Corpus, tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def everywhere(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders LAYOUT/ARCHITECTURE of all ten, saved under every layout."""
+    folder = tmp_path_factory.mktemp("everywhere")
+    for layout, (processes, parallel) in LAYOUTS.items():
+        cases = {n: Case(c.residual, {**c.model, "num_layers": 4}, parallel) for n, c in CASES.items()}
+        all_saved([run_of(corpus, folder / layout / name, case) for name, case in cases.items()], processes)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_gives_the_same_bytes(everywhere: Path, tmp_path: Path, name: str) -> None:
     """All files but the card, which tells the layout."""
     found = {}
-    for layout, (processes, parallel) in LAYOUTS.items():
-        case = Case(CASES[name].residual, {**CASES[name].model, "num_layers": 4}, parallel)
-        run = saved(run_of(corpus, tmp_path / f"run_{layout}", case), processes)
-        export_here(run, tmp_path / layout, warn=silent)
+    for layout in LAYOUTS:
+        export_here(everywhere / layout / name, tmp_path / layout, warn=silent)
         found[layout] = snapshot(tmp_path / layout)
         found[layout].pop("README.md")
     assert all(files == found["one"] for files in found.values())
@@ -209,8 +219,23 @@ def test_the_command_says_what_is_wrong(own: Path, tmp_path: Path) -> None:
     assert export(own, tmp_path / "out").code == 2
     said = export(own, tmp_path / "other", "--max-shard-size", "much")
     assert said.code == 2 and "--max-shard-size=much" in said.err
+    said = export(own, tmp_path / "other", "--format", "olmo", "--max-shard-size", "5GB")
+    assert said.code == 2 and "--max-shard-size=5GB: --format olmo writes no safetensors" in said.err
     said = export(own, tmp_path / "other", "--no-verify")
     assert said.code == 0 and "mhc, step 1" in said.out and "verified" not in said.out
+
+
+def without_transformers() -> None:
+    sys.modules["transformers"] = None  # type: ignore[assignment]
+
+
+def test_what_verification_needs_is_asked_for_first(own: Path, tmp_path: Path) -> None:
+    """Not when everything has been written, and OUT is in the way of the next try."""
+    advice = 'pip install "depthbench[convert]", or give --no-verify'
+    for command, source, out in ((export, own, tmp_path / "out"), (import_, tmp_path / "out", tmp_path / "in")):
+        said = command(source, out, before=without_transformers)
+        assert said.code == 2 and advice in said.err and not out.exists()
+        assert command(source, out, "--no-verify", before=without_transformers).code == 0
 
 
 def test_somebody_elses_model_is_not_replaced(run: Path, tmp_path: Path) -> None:

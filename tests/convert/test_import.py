@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.corpora import Corpus, snapshot
 from tests.harness import run_workers
 from tests.training.test_resume import exact, training
 
-from .checkpoints import CASES, Case, megatron_logits, run_of, saved
+from .checkpoints import CASES, Case, Said, megatron_logits, run_of, saved
 from .importing import ROPE, as_transformers_4, import_, llama, transformers_logits
 
 TOKENS = torch.randint(515, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -74,29 +75,78 @@ def test_the_command_verifies(tmp_path: Path) -> None:
 
     wide = llama(tmp_path / "wide")
     assert "verified" in import_(wide, tmp_path / "narrow", "--dtype", "bfloat16").out
-    said = import_(wide, tmp_path / "hc", "--residual", "hc", "--set", "num_streams=2")
-    assert said.code == 0 and "wrote" in said.out and "verified" in said.out
+    for residual, setting in (("hc", "num_streams=2"), ("block_attnres", "num_blocks=2")):
+        said = import_(wide, tmp_path / residual, "--residual", residual, "--set", setting)
+        assert said.code == 0 and "wrote" in said.out and agreement(said) <= 1e-5
     said = import_(wide, tmp_path / "keel", "--residual", "keel")
     assert said.code == 2 and "--allow-different" in said.err and not (tmp_path / "keel").exists()
     said = import_(wide, tmp_path / "keel", "--residual", "keel", "--allow-different")
     assert said.code == 0 and "another function, as said: logits at 128 positions differ by" in said.out
 
 
-def wrong_block() -> None:
+def agreement(said: Said) -> float:
+    """The difference that verification measured and printed."""
+    assert "verified: logits at " in said.out, said
+    return float(said.out.rpartition("agree to ")[2].split()[0])
+
+
+def wrong_block(factor: float) -> Callable[[], None]:
     """The import is read with a wrong weight."""
-    read = verify_import.Weights.read
 
-    def wrong(self: Weights, name: str, *rest: Any) -> torch.Tensor:
-        return read(self, name, *rest) * (1.2 if name == "blocks.2.mlp.down.weight" else 1)
+    def before() -> None:
+        read = verify_import.Weights.read
 
-    verify_import.Weights.read = wrong  # type: ignore[method-assign,assignment]
+        def wrong(self: Weights, name: str, *rest: Any) -> torch.Tensor:
+            return read(self, name, *rest) * (factor if name == "blocks.2.mlp.down.weight" else 1)
+
+        verify_import.Weights.read = wrong  # type: ignore[method-assign,assignment]
+
+    return before
 
 
 def test_verification_sees_what_is_wrong(tmp_path: Path) -> None:
     source = llama(tmp_path / "llama")
-    said = import_(source, tmp_path / "out", before=wrong_block)
+    said = import_(source, tmp_path / "out", before=wrong_block(1.2))
     assert said.code == 1 and "does not compute what its source does: logits differ by" in said.err
     assert (tmp_path / "out" / "model.yaml").is_file()
+
+
+def test_float64_is_held_to_what_its_source_can_give(corpus: Corpus, tmp_path: Path) -> None:
+    """A Llama's norms are in float32, whatever is made of it; an export's are not."""
+    source = llama(tmp_path / "llama")
+    said = import_(source, tmp_path / "hc", "--residual", "hc", "--dtype", "float64")
+    assert said.code == 0 and 1e-9 < agreement(said) <= 1e-5, said
+
+    case = Case(CASES["keel"].residual, CASES["keel"].model, {})
+    saved(run_of(corpus, tmp_path / "run", case, precision="fp64"))
+    export_here(tmp_path / "run", tmp_path / "export", warn=silent)
+    said = import_(tmp_path / "export", tmp_path / "keel")
+    assert said.code == 0 and agreement(said) <= 1e-9, said
+    said = import_(tmp_path / "export", tmp_path / "wrong", before=wrong_block(1 + 1e-6))
+    assert said.code == 1 and "does not compute what its source does" in said.err, said
+
+
+def test_one_file_is_read_before_an_index(tmp_path: Path) -> None:
+    """As transformers does: the shards beside it may be what was there before."""
+    source = llama(tmp_path / "llama", shard="40KB")
+    whole = {name: values * 1.5 for file in source.glob("model-*") for name, values in load_file(file).items()}
+    save_file(whole, source / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(open_source(source).read("embedding.weight"), whole["model.embed_tokens.weight"])
+    bring(source, tmp_path / "out")
+    theirs, ours = transformers_logits(source, TOKENS), megatron_logits(tmp_path / "out", TOKENS)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-5
+
+
+def test_a_llama_comes_back(tmp_path: Path) -> None:
+    """With what Llama 3.2's smaller models have: tied, grouped heads of a size of their own, RoPE of type llama3."""
+    source = llama(tmp_path / "llama", tie_word_embeddings=True, head_dim=10, rope_parameters=ROPE["llama3"])
+    bring(source, tmp_path / "in")
+    export_here(tmp_path / "in", tmp_path / "out", warn=lambda line: None)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and "auto_map" not in config
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(values, after[name]) for name, values in before.items())
+    assert torch.equal(transformers_logits(source, TOKENS), transformers_logits(tmp_path / "out", TOKENS))
 
 
 BYTES = [(name, torch.float32) for name in CASES]

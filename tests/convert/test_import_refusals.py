@@ -218,3 +218,16 @@ def test_the_command_says_what_is_wrong(llamas: Path, own: Path, tmp_path: Path)
     assert said.code == 2 and "hidden_act is 'relu'" in said.err and "Supported are" in said.err
     assert not (tmp_path / "out").exists()
     assert json.loads((own / "config.json").read_text())["hidden_act"] == "relu"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--allow-different"], "--allow-different needs --residual"),
+        (["--text", "some.txt"], "leaves nothing open that a text could tell"),
+        (["--residual", "hc", "--text", "some.txt"], "leaves nothing open that a text could tell"),
+    ],
+)
+def test_options_that_would_do_nothing(llamas: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    said = import_(llamas / "one", tmp_path / "out", *words)
+    assert said.code == 2 and message in said.err and not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthbench.convert.olmo import OlmoSource
-from depthbench.convert.olmo_unsaid import Trial, best, text_tokens
+from depthbench.convert.olmo_unsaid import Trial, best, decided, text_tokens
 from depthbench.convert.reading import Weights
 from depthbench.data.tokenizers import load_tokenizer
 from depthbench.errors import UserError
@@ -114,6 +114,16 @@ def test_what_can_be_given(tmp_path: Path) -> None:
         OlmoSource(path, {"readout": "mean"})
     with pytest.raises(UserError, match=r"residual.num_streams is said by the checkpoint's config.json; what can be g"):
         OlmoSource(path, {"num_streams": 2})
+
+
+def test_words_that_say_too_much(tmp_path: Path) -> None:
+    path = write(tmp_path, their_config(PUBLISHED["hc"]), their_tensors(drawn(PUBLISHED["hc"]), "hc"))
+    source, text = OlmoSource(path), tmp_path / "text"
+    with pytest.raises(UserError, match=r"--set readout=sum_then_norm says already what it would tell"):
+        decided(source, ["readout=sum_then_norm"], text)
+    with pytest.raises(UserError, match=r"--set model=\.\.\.: give fields that the checkpoint leaves open, as readout"):
+        decided(source, ["model=other"], text)
+    assert decided(source, ["readout=norm_then_sum"], None).residual.readout == "norm_then_sum"
 
 
 def test_texts_that_do_not_do(corpus: Corpus, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Verification runs by default, and names the block that is wrong."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from depthbench.convert import export as export_module
 from depthbench.convert.export import export as export_here
 from depthbench.convert.names import Exported
+from depthbench.convert.weight_files import INDEX
 from depthbench.residual import Residual
 from tests.corpora import Corpus
 
@@ -114,6 +116,28 @@ def test_a_model_that_amplifies_rounding(corpus: Corpus, tmp_path: Path) -> None
     assert "given the same, all others agree" in said.err
 
 
+def another_state_in_the_code() -> None:
+    """A block that leaves a tensor which the source's does not have."""
+    original = export_module.code_files
+
+    def broken(residual: Residual) -> dict[str, str]:
+        files = original(residual)
+        right = "return self.mlp_residual.write(state, read, y, taps)"
+        assert right in files["layers_depthbench.py"]
+        wrong = f"""if self.self_attn.layer_idx == {BLOCK}:
+            return state._replace(live={{**state.live, "more": y}})
+        {right}"""
+        return {**files, "layers_depthbench.py": files["layers_depthbench.py"].replace(right, wrong)}
+
+    export_module.code_files = broken
+
+
+def test_another_depth_state(corpus: Corpus, tmp_path: Path) -> None:
+    run = saved(run_of(corpus, tmp_path / "run", CASES["keel"]))
+    said = export(run, tmp_path / "out", before=another_state_in_the_code)
+    assert said.code == 1 and f"block {BLOCK} is the first that differs, by inf" in said.err, said
+
+
 def test_a_wrong_embedding(corpus: Corpus, tmp_path: Path) -> None:
     run = saved(run_of(corpus, tmp_path / "run", CASES["mhc"]))
     said = export(run, tmp_path / "out", before=scale_of_the_embedding)
@@ -161,6 +185,25 @@ def test_files_that_are_not_the_models(corpus: Corpus, tmp_path: Path) -> None:
         said = export(run, tmp_path / "out", "--overwrite", before=files_changed(change))
         assert said.code == 1 and f"the export's files are not its model's: {fault}" in said.err, said
         assert (tmp_path / "out" / "config.json").is_file()
+
+
+def wrong_index() -> None:
+    write = export_module.write_shards
+
+    def changed(folder: Path, *args: Any, **options: Any) -> None:
+        write(folder, *args, **options)
+        index = json.loads((folder / INDEX).read_text())
+        places = index["weight_map"]
+        places["model.layers.0.mlp.up_proj.weight"] = places["model.layers.2.mlp.down_proj.weight"]
+        (folder / INDEX).write_text(json.dumps(index))
+
+    export_module.write_shards = changed
+
+
+def test_an_index_that_is_wrong(corpus: Corpus, tmp_path: Path) -> None:
+    run = saved(run_of(corpus, tmp_path / "run", CASES["keel"]))
+    said = export(run, tmp_path / "out", "--max-shard-size", "60KB", before=wrong_index)
+    assert said.code == 1 and "model.layers.0.mlp.up_proj.weight is not where the index says" in said.err, said
 
 
 def settings_changed(**changes: Any) -> Callable[[], None]:
@@ -212,6 +255,7 @@ SCALINGS = {
     "linear": {"kind": "linear", "factor": 4.0},
     "ntk": {"kind": "ntk", "factor": 4.0},
     "yarn": {"kind": "yarn", "factor": 4.0, "original_sequence_length": 16, "beta_fast": 8.0},
+    "llama3": {"kind": "llama3", "factor": 8.0, "original_sequence_length": 16, "high_freq_factor": 3.0},
 }
 
 
@@ -225,13 +269,15 @@ def test_scaled_positions(corpus: Corpus, tmp_path: Path, name: str, kind: str) 
     assert said.code == 0, said.err
 
 
-def test_a_width_that_llama_refuses(corpus: Corpus, tmp_path: Path) -> None:
-    """Pre-LN comes with code then."""
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-9)])
+def test_a_width_that_llama_refuses(corpus: Corpus, tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Pre-LN comes with code then, whose norms are in the model's type."""
     shape = {"num_layers": 2, "num_attention_heads": 5, "num_kv_heads": 1, "head_dim": 94}
-    run = saved(run_of(corpus, tmp_path / "run", Case(CASES["pre_ln"].residual, shape, {})))
+    run = saved(run_of(corpus, tmp_path / "run", Case(CASES["pre_ln"].residual, shape, {}), precision=precision))
     said = export(run, tmp_path / "out")
     assert said.code == 0, said.err
     assert (tmp_path / "out" / "pre_ln.py").is_file()
+    assert float(said.out.rpartition("agree to ")[2].split()[0]) <= tolerance
 
 
 def test_nan_is_named_and_does_not_verify(corpus: Corpus, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def write_tasks(folder: Path) -> Path:
     free = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4}}
     exact = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
     task("free", ROWS["gsm8k"], doc_to_text=question, doc_to_target="{{answer}}", metric_list=exact, **free)
+    unbounded = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"]}}
+    task("unbounded", ROWS["gsm8k"], doc_to_text=question, doc_to_target="{{answer}}", metric_list=exact, **unbounded)
     one = {"output_type": "loglikelihood", "metric_list": mean}
     task("long", LONG, doc_to_text=question, doc_to_target=" {{answer}}", **one)
     task("away", [], doc_to_text=question, doc_to_target="{{answer}}", **one)
@@ -83,6 +85,8 @@ def said(exports: dict[str, Path], folder: Path) -> dict[str, Answer]:
         }
     words = [str(exports["pre_ln"]), *local, "--tasks"]
     jobs["short"] = {"evaluate": [*words, "choices", "--max-length", "24", "--limit", "1"]}
+    jobs["long prompt"] = {"evaluate": [*words, "free", "--max-length", "12", "--json", "--output", f"{folder}/cut"]}
+    jobs["no room"] = {"evaluate": [*words, "unbounded", "--max-length", "256"]}
     for name in ("long", "away", "unsafe"):
         jobs[name] = {"evaluate": [*words, name]}
     if NEOX:
@@ -130,6 +134,16 @@ def test_what_does_not_fit(said: dict[str, Answer]) -> None:
     assert "4 requests had their context cut" in said["short"]["out"]
     assert said["long"]["code"] == 2
     assert f"{POSITIONS} is the most that the model may be given" in said["long"]["err"]
+
+
+def test_generations_that_do_not_fit(said: dict[str, Answer], folder: Path) -> None:
+    """A prompt that leaves no room for what may be written is cut and counted; room for writing alone is refused."""
+    assert said["long prompt"]["code"] == 0, said["long prompt"]["err"]
+    assert json.loads(said["long prompt"]["out"])["harness"]["requests_with_context_cut"] == 1
+    assert isinstance(samples(folder / "cut", "free")[0]["filtered_resps"][0], str)
+    assert said["no room"]["code"] == 2
+    for part in ("task unbounded lets the model write 256 tokens", "256 are the most together", "max_gen_toks"):
+        assert part in said["no room"]["err"]
 
 
 def test_programs_are_not_run(said: dict[str, Answer]) -> None:

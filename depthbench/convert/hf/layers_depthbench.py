@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from depthbench.residual import parameters
+from depthbench.residual.parameters import residual_parameter
 from depthbench.residual.protocol import Residual, Shape
 from depthbench.residual.state import DepthState
 
@@ -39,12 +39,14 @@ def residual_of(config: DepthBenchConfig) -> Residual:
 def undeclared() -> Iterator[None]:
     """Parameters made meanwhile do not carry their declarations, which serve training: they hold functions, which
     cannot be pickled, and transformers 4 makes parameters anew from all their attributes, which fails."""
-    declare = parameters.declare
-    parameters.declare = lambda parameter, spec: parameter
+    # of the module that makes them, which as `from . import` transformers would not find
+    names = residual_parameter.__globals__
+    declare = names["declare"]
+    names["declare"] = lambda parameter, spec: parameter
     try:
         yield
     finally:
-        parameters.declare = declare
+        names["declare"] = declare
 
 
 class DepthBenchMLP(nn.Module):
