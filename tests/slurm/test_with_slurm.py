@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from depthbench.checkpoint.folder import latest
 from depthbench.cli import main
 from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
@@ -196,15 +197,24 @@ def test_a_time_limit_is_no_end(corpus: Corpus, tmp_path: Path, whole_pipeline: 
     first, *_, last = job.attempts()
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGUSR1", Kind.FINISHED)
     assert 0 < first.step == first.saved < STEPS
+    job.assert_each_resumed()
     assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
 def test_terminated_and_finished(pipeline: Submitted, whole_pipeline: Path) -> None:
-    """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so."""
+    """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so. What the next
+    attempt runs is the submission's copy of the code, not the checkout."""
+    module = pipeline.folder / "slurm" / "1" / "code" / "depthbench" / "__init__.py"
+    with open(module, "a") as file:
+        file.write('print("copied code in", __file__)\n')
     slurm("scancel", "--signal=TERM", pipeline.number)
     pipeline.finish()
     first, last = pipeline.attempts()
+    logs = pipeline.folder / "slurm" / "logs"
+    said = [(logs / one.attempt / "node-0.log").read_text().count(f"copied code in {module}") for one in (first, last)]
+    assert said == [0, 1]
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGTERM", Kind.FINISHED)
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
     again = sbatch(pipeline.folder / "slurm" / "1" / "submit.sbatch", pipeline.folder)
@@ -243,6 +253,7 @@ def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) ->
     assert (lost.attempt, lost.kind, last.kind) == (f"{running.number}.0", Kind.LOST, Kind.FINISHED)
     assert before < STEPS
     assert f"attempt {running.number}.0 no longer owns" in running.log()
+    running.assert_each_resumed()
     assert_same_run(running.folder, whole, STEPS)
 
 
@@ -254,6 +265,7 @@ def test_a_killed_rank_of_the_second_node(pipeline: Submitted, whole_pipeline: P
     first, last = pipeline.attempts()
     assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
     assert first.step - first.saved <= 20
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
@@ -267,6 +279,7 @@ def test_a_stage_that_hangs(corpus: Corpus, tmp_path: Path, whole_pipeline: Path
     first, last = job.attempts()
     assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
     assert re.search(r"stage 0: waited \d+ s for the .*\(limit 20 s\)", first.reason)
+    job.assert_each_resumed()
     assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
@@ -280,6 +293,7 @@ def test_the_second_node_is_lost(pipeline: Submitted, whole_pipeline: Path) -> N
         pipeline.finish()
     lost, last = pipeline.attempts()
     assert (lost.attempt, lost.kind, last.kind) == (f"{pipeline.number}.0", Kind.LOST, Kind.FINISHED)
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
@@ -344,6 +358,7 @@ def test_a_task_of_an_array_is_requeued_alone(
     finally:
         slurm("scancel", "--quiet", number)
     assert [ended.kind for ended in last.attempts()] == [Kind.STOPPED, Kind.FINISHED]
+    last.assert_each_resumed()
     assert_same_run(last.folder, whole, STEPS)
     assert (done.restarts, sibling.restarts) == (0, 0)
     assert [ended.kind for ended in done.attempts()] == [Kind.FINISHED]
@@ -351,7 +366,8 @@ def test_a_task_of_an_array_is_requeued_alone(
 
 
 def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
-    """All processes of the run at once, five times, twice while a checkpoint is being written."""
+    """All processes of the run at once, five times, twice while a checkpoint is being written; once the job's script
+    with them, after which nobody is left to requeue it, and it is submitted again by hand."""
     moments = random.Random(7)
     job = submit(run_of(corpus, tmp_path / "run"))
 
@@ -363,7 +379,7 @@ def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -
         job.wait_for(lambda: len(job.attempts()) == number + 1, "its end")
 
     step = 0
-    for number in range(5):
+    for number in range(4):
         step += moments.randint(22, 55)
         job.wait_for_step(step)
         killed = False
@@ -376,6 +392,15 @@ def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -
         if not killed:
             kill(number)
         step = job.attempts()[-1].saved
-    job.finish()
-    assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 5 + [Kind.FINISHED]
+    job.wait_for_step(step + moments.randint(22, 55))
+    slurm("scancel", "--full", "--signal=KILL", job.number)
+    assert job.ends() == "FAILED"
+    job.assert_each_resumed()
+    assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 4
+    saved = latest(job.folder / "checkpoints")
+
+    again = sbatch(job.folder / "slurm" / "1" / "submit.sbatch", job.folder)
+    again.finish()
+    assert again.attempts()[-1].kind is Kind.FINISHED
+    assert saved and again.began(f"{again.number}.0") == saved.step > step
     assert_same_run(job.folder, whole, STEPS)
