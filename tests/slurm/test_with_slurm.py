@@ -206,7 +206,7 @@ def test_terminated_and_finished(pipeline: Submitted, whole_pipeline: Path) -> N
     attempt runs is the submission's copy of the code, not the checkout."""
     module = pipeline.folder / "slurm" / "1" / "code" / "depthbench" / "__init__.py"
     with open(module, "a") as file:
-        file.write('print("copied code in", __file__)\n')
+        file.write('import sys; print("copied code in", __file__, file=sys.stderr)\n')
     slurm("scancel", "--signal=TERM", pipeline.number)
     pipeline.finish()
     first, last = pipeline.attempts()
