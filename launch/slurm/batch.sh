@@ -66,8 +66,8 @@ while :; do # a trap ends `wait`, not the step
     wait "$step" || code=$?
     kill -0 "$step" 2> /dev/null || break
 done
-[ -z "$asking" ] || kill "$asking" || true
-[ -z "$leaving" ] || kill -KILL "$leaving" || true
+[ -z "$asking" ] || kill "$asking" 2> /dev/null || true
+[ -z "$leaving" ] || kill -KILL "$leaving" 2> /dev/null || true
 
 words=(--run-folder "$run_folder" --attempt "$attempt" --max-requeues "$max_requeues" --logs "$logs" --status "$code")
 code=0

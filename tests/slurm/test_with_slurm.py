@@ -78,7 +78,7 @@ def whole_pipeline(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return uninterrupted(run_of(corpus, tmp_path_factory.mktemp("whole"), PIPELINE))
 
 
-def two_nodes(folder: Path, **slurm_settings: int) -> list[str]:
+def two_nodes(folder: Path, **slurm_settings: Any) -> list[str]:
     """Options of submit: each stage on a node."""
     cluster = yaml.safe_load((ROOT / "launch/clusters/local-slurm.yaml").read_text())
     cluster["gpus_per_node"] = 1
@@ -238,18 +238,41 @@ def test_preempted_and_requeued(pipeline: Submitted, whole_pipeline: Path) -> No
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
-def test_a_time_limit_before_a_checkpoint_is_complete(running: Submitted, whole: Path) -> None:
-    """Processes that hang are warned, signalled and killed; the job's script has itself requeued before it is."""
-    with held(ranks(running)):
-        slurm("scontrol", "update", f"job={running.number}", "EndTime=now+1")
-        running.wait_for(lambda: running.restarts == 1, "a requeue")
-    slurm("scontrol", "update", f"job={running.number}", "TimeLimit=60")
-    running.finish()
-    first, *_, last = running.attempts()
+HANG = """
+import time
+
+_agreed = StopSignals.agreed
+
+
+def agreed(self):
+    if _agreed(self):
+        time.sleep(1000)
+
+
+StopSignals.agreed = agreed
+"""
+
+
+def test_a_time_limit_before_a_checkpoint_is_complete(corpus: Corpus, tmp_path: Path, whole_pipeline: Path) -> None:
+    """Processes that should save, and hang: they are warned, signalled and killed, and the job's script, which Slurm
+    kills with them, has had the job requeued before that."""
+    options = two_nodes(tmp_path, options=["--hold"])
+    job = submit(run_of(corpus, tmp_path / "run", PIPELINE), *options)
+    signals = job.folder / "slurm" / "1" / "code" / "depthbench" / "training" / "signals.py"
+    as_it_was = signals.read_text()
+    signals.write_text(as_it_was + HANG)
+    slurm("scontrol", "release", job.number)
+    job.wait_for_step(25)
+    slurm("scontrol", "update", f"job={job.number}", "EndTime=now+1")
+    job.wait_for(lambda: job.restarts == 1, "a requeue")
+    slurm("scontrol", "update", f"job={job.number}", "TimeLimit=60")
+    signals.write_text(as_it_was)
+    job.finish()
+    first, *_, last = job.attempts()
     assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
-    assert first.reason == "the time limit came before a checkpoint was complete" and "asked to stop" in running.log()
-    running.assert_each_resumed()
-    assert_same_run(running.folder, whole, STEPS)
+    assert first.reason == "the time limit came before a checkpoint was complete" and "asked to stop" in job.log()
+    job.assert_each_resumed()
+    assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
 def test_cancelled_is_cancelled(pipeline: Submitted) -> None:
