@@ -18,13 +18,13 @@ ask_to_stop() { # again and again: a process that is still starting ignores the 
     while :; do scancel --signal=USR1 "$job" && sleep 5 || sleep 1; done &
     asking=$!
 }
-leave_in_time() { # Slurm kills all KillWait after this signal; half of it is for the processes, half to be requeued
+leave_in_time() { # at the time limit: KillWait later Slurm kills this script with its processes, and requeues nothing
     interrupted=1
     if [ -z "$step" ] || [ -n "$leaving" ]; then return; fi
     (
         trap "" TERM USR1
         sleep $((kill_wait / 2))
-        case $(scontrol show job --oneliner "$job") in *JobState=COMPLETING*) kill -KILL "$step" ;; esac
+        case $(scontrol show job --oneliner "$job") in *"JobState=COMPLETING Reason=TimeLimit"*) kill -KILL "$step" ;; esac
     ) &
     leaving=$!
 }
@@ -40,7 +40,7 @@ command -v scontrol > /dev/null || fatal "scontrol is not on PATH, so the head n
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fatal "scontrol does not know the nodes $SLURM_JOB_NODELIST"
 master_addr=${nodes%%$'\n'*}
 [ -n "$master_addr" ] || fatal "scontrol names no node in $SLURM_JOB_NODELIST"
-kill_wait=$(scontrol show config | grep KillWait) || fatal "scontrol does not know KillWait"
+kill_wait=$(scontrol show config | grep KillWait) || kill_wait=30 # Slurm's default
 kill_wait=${kill_wait//[!0-9]/} # seconds
 master_port=$(ask port --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}")
 echo "attempt $attempt: nodes $SLURM_JOB_NODELIST, ranks meet at $master_addr:$master_port"

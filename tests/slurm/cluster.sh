@@ -55,7 +55,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=10
+KillWait=16
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=3600

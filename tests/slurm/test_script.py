@@ -131,8 +131,8 @@ def test_a_warning_reaches_the_processes_and_requeues(
     assert f"--master-port={port(4711, 0)}" in stubs.launchers()[0]
 
 
-def test_a_job_that_slurm_ends_does_not_wait_for_its_processes(stubs: Stubs, tmp_path: Path) -> None:
-    """At the time limit, or when it is cancelled, Slurm kills the script with them: it decides before that."""
+def test_a_job_at_its_time_limit_does_not_wait_for_its_processes(stubs: Stubs, tmp_path: Path) -> None:
+    """At the time limit, after which Slurm kills the script with them: it decides before that."""
     folder, over = tmp_path / "run", tmp_path / "over"
     ending = "JobState=COMPLETING Reason=TimeLimit"
     batch = stubs.start(submission(stubs, folder), 2, WAIT_FOR=str(over), JOB=ending)
