@@ -27,6 +27,7 @@ leave_in_time() { # at the time limit: KillWait later Slurm kills this script wi
         case $(scontrol show job --oneliner "$job") in *"JobState=COMPLETING Reason=TimeLimit"*) kill -KILL "$step" ;; esac
     ) &
     leaving=$!
+    disown "$leaving" # bash would say that it was killed
 }
 trap ask_to_stop USR1   # Slurm's warning before the time limit or a preemption
 trap leave_in_time TERM # Slurm ends the job: the limit, a preemption, scancel
