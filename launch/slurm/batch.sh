@@ -24,7 +24,7 @@ leave_in_time() { # at the time limit: KillWait later Slurm kills this script wi
     (
         trap "" TERM USR1
         sleep $((kill_wait / 2))
-        case $(scontrol show job --oneliner "$job") in *"JobState=COMPLETING Reason=TimeLimit"*) kill -KILL "$step" ;; esac
+        case $(scontrol show job --oneliner "$job") in *"=COMPLETING Reason=TimeLimit"*) kill -KILL "$step" ;; esac
     ) &
     leaving=$!
     disown "$leaving" # bash would say that it was killed

@@ -1,5 +1,5 @@
-# Slurm's own output is /dev/null. So until the run's log is open, what goes wrong is told in the folder where sbatch was
-# called, or else in /tmp of the first node (launch/slurm/no_log.sh).
+# Slurm's own output is /dev/null. So until the run's log is open, what goes wrong is told in the folder where sbatch
+# was called, or else in /tmp of the first node (launch/slurm/no_log.sh).
 set -euo pipefail
 : "${SLURM_JOB_ID:?this script runs under Slurm: sbatch submit.sbatch}"
 job=$SLURM_JOB_ID

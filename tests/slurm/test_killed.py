@@ -27,19 +27,26 @@ STEPS, KILLS, EVERY = 160, 15, 5
 
 @dataclass(frozen=True)
 class Moment:
-    """starting: both processes are there. step: there is a line of metrics of step `after` + `steps`. After either,
-    `delay` seconds pass. saving: a checkpoint later than step `after` is being written, and is not complete yet."""
+    """starting: both processes are there. step: their trainer has noted in `began` that it goes on, and there is a line
+    of metrics of step `after` + `steps`. After either, `delay` seconds pass. saving: a checkpoint is being written, and
+    is not complete yet; `remnants`, of earlier starts, do not count."""
 
     kind: str
     after: int
     steps: int
     delay: float
+    remnants: set[str]
+    began: Path
 
     def come(self, folder: Path) -> bool:
         if self.kind == "saving":
-            names = [path.name for path in (folder / "checkpoints").glob(".saving-step_*")]
-            return any(int(name.split("_")[1].split("-")[0]) > self.after for name in names)
-        return self.kind == "starting" or _last_step(folder) >= self.after + self.steps
+            return bool(_unfinished(folder) - self.remnants)
+        trains = any(self.began.iterdir())  # else its metrics are those of an earlier start
+        return self.kind == "starting" or (trains and _last_step(folder) >= self.after + self.steps)
+
+
+def _unfinished(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").glob(".saving-step_*")}
 
 
 def _last_step(folder: Path) -> int:
@@ -113,7 +120,7 @@ def test_killed_again_and_again(corpus: Corpus, tmp_path: Path) -> None:
         saved = latest(folder / "checkpoints")
         step = saved.step if saved else 0
         delay = moments.uniform(0, 0.5 if kind == "starting" else 0.05)
-        moment = Moment(kind, step, moments.randint(1, 2 * EVERY), delay)
+        moment = Moment(kind, step, moments.randint(1, 2 * EVERY), delay, _unfinished(folder), began)
         killer = multiprocessing.get_context("fork").Process(target=kill_at, args=(moment, folder, notes))
         killer.start()
         mode = moments.choice(list(CheckpointMode))

@@ -255,7 +255,8 @@ StopSignals.agreed = agreed
 
 def test_a_time_limit_before_a_checkpoint_is_complete(corpus: Corpus, tmp_path: Path, whole_pipeline: Path) -> None:
     """Processes that should save, and hang: they are warned, signalled and killed, and the job's script, which Slurm
-    kills with them, has had the job requeued before that. They are held until Slurm, which looks seldom, signals them."""
+    kills with them, has had the job requeued before that. They are held until Slurm, which looks seldom, signals
+    them."""
     options = two_nodes(tmp_path, options=["--hold"])
     job = submit(run_of(corpus, tmp_path / "run", PIPELINE), *options)
     signals = job.folder / "slurm" / "1" / "code" / "depthbench" / "training" / "signals.py"
