@@ -37,23 +37,26 @@ class JsonLines:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
 
     def flush(self) -> None:
-        pass  # each line is in the file at once
+        """Each line is in the file at once; now it is on the disk too, as the checkpoint will be."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop lines past `step`, and a last line that a crash cut short."""
+    """Drop lines past `step`, and what is no line of a step: a crash or a lost node may leave anything."""
     shorter = path.with_suffix(".tmp")
-    with open(path) as old, open(shorter, "w") as new:
+    with open(path, "rb") as old, open(shorter, "wb") as new:
         for line in old:
             try:
                 if json.loads(line)["step"] > step:
                     break
-            except ValueError:
-                break
-            new.write(line if line.endswith("\n") else line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+            new.write(line if line.endswith(b"\n") else line + b"\n")
+        new.flush()
+        os.fsync(new.fileno())
     os.replace(shorter, path)
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from .jsonl import last_lines
 
+REFUSED = "refused"  # a file in a submission that Slurm did not take, with what it said
 SILENT = 600.0  # seconds without a word, beyond ten steps' time, after which a run is hardly alive
 
 
@@ -18,11 +19,11 @@ class RunState:
     """One run folder.
 
     state: `status.json`'s running, stopped, finished or failed; `silent` where a running one has written nothing for
-    long; `new` before its first start, `queued` if it was submitted. Where the last word is a job's, on how an attempt
-    ended: `requeued`, or stopped, finished, failed, lost or cancelled for good. step: the last one in its metrics;
-    steps: how many it is to have. loss, tokens_per_second: of that step. valid_loss: the newest. eta_seconds: to its
-    end, at its pace of late, if it runs. quiet_seconds: since it wrote. reason: why it stopped or failed, and what the
-    job decided.
+    long; `new` before its first start, `queued` if it was submitted, `refused` if Slurm did not take that. Where the
+    last word is a job's, on how an attempt ended: `requeued`, or stopped, finished, failed, lost or cancelled for good.
+    step: the last one in its metrics; steps: how many it is to have. loss, tokens_per_second: of that step. valid_loss:
+    the newest. eta_seconds: to its end, at its pace of late, if it runs. quiet_seconds: since it wrote. reason: why it
+    stopped or failed or was refused, and what the job decided.
     """
 
     folder: str
@@ -68,8 +69,9 @@ def read_state(folder: Path) -> RunState:
         if (status or lines)
         else None
     )
-    state = str(status.get("state", "queued" if submissions else "new"))
-    reason = str(status.get("reason", ""))
+    state, reason = str(status.get("state", "")), str(status.get("reason", ""))
+    if not state:
+        state, reason = _waiting(submissions)
     if ended := _last_word(folder):
         state, reason = _after(ended)
     if state == "running" and quiet is not None and quiet > SILENT + 10 * last.get("step_seconds", 0.0):
@@ -88,6 +90,14 @@ def read_state(folder: Path) -> RunState:
         quiet_seconds=quiet,
         reason=reason,
     )
+
+
+def _waiting(submissions: list[Path]) -> tuple[str, str]:
+    """State and reason of a run that has not started."""
+    refused = submissions[-1] / REFUSED if submissions else None
+    if refused and refused.is_file():
+        return "refused", refused.read_text(errors="replace")
+    return ("queued" if submissions else "new"), ""
 
 
 def _last_word(folder: Path) -> dict[str, Any]:

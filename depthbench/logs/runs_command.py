@@ -14,7 +14,7 @@ from depthbench.errors import UserError
 from .console import duration
 from .overview import RunState, read_state, run_folders
 
-_COLOURS = {"running": "green", "silent": "yellow", "failed": "red", "lost": "red"}
+_COLOURS = {"running": "green", "silent": "yellow", "failed": "red", "lost": "red", "refused": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,9 +39,9 @@ def job_of(attempt: str) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """An attempt that is over. attempt: JOB.RESTART, in an array JOB_TASK.RESTART. step: the last one that it
-    completed. saved: step of the newest complete checkpoint, 0 without one. refused: the error is a mistake of the
-    user, which no further attempt mends."""
+    """An attempt that is over. attempt: JOB.RESTART, in an array JOB_TASK.RESTART. step: where its trainer said that it
+    ended, or else that of the last line of metrics, which may be an earlier attempt's. saved: step of the newest
+    complete checkpoint, 0 without one. refused: the error is a mistake of the user, which no further attempt mends."""
 
     attempt: str
     kind: Kind
@@ -60,8 +60,8 @@ class Ended:
 
     @property
     def failure(self) -> tuple[int, str]:
-        """Equal for failures that are taken to be one: numbers in an error's text are ports and process ids."""
-        return self.step, re.sub(r"\d+", "#", self.reason)
+        """Equal for failures that are taken to be one: numbers in an error's text are ports, process ids, addresses."""
+        return self.step, re.sub(r"0x[0-9a-f]+|\d+", "#", self.reason)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from shutil import copy
 from depthbench.config.load import dump_yaml, load_run, plain, read_yaml, typed
 from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
+from depthbench.logs.overview import REFUSED
 from depthbench.options import at_least
 from depthbench.planning.cluster import load_cluster
 from depthbench.planning.command import show
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     submission.write()
     return _submit(
         submission.job.submission / "submit.sbatch",
+        [submission],
         f"logs: {submission.job.run_folder}/slurm/logs/{{}}.0, after a requeue {{}}.1",
     )
 
@@ -91,15 +93,17 @@ def _run_array(args: argparse.Namespace) -> int:
         print(
             f"{job.name}: {plan.parameters.total:,} parameters, {plan.peak_memory / 2**30:.1f} GiB on the fullest rank"
         )
+    script = array_script(name, [one.job for one in found], found[0].slurm, sweep.limit)
     if args.dry_run:
+        print(script)
+        print(f"depthbench: {len(found)} runs, {sweep.limit} at a time; the script of the first:\n")
         print(found[0].script)
-        print(f"depthbench: {len(found)} such jobs, {sweep.limit} at a time")
         return _dry(found[0])
     for submission in found:
         submission.write()
     file = root / "submit.sbatch"
-    file.write_text(array_script(name, [one.job for one in found], found[0].slurm, sweep.limit), encoding="utf-8")
-    return _submit(file, f"{len(found)} runs, {sweep.limit} at a time, in {root}")
+    file.write_text(script, encoding="utf-8")
+    return _submit(file, found, f"{len(found)} runs, {sweep.limit} at a time, in {root}")
 
 
 @dataclass(frozen=True)
@@ -208,13 +212,15 @@ def write_settings(file: Path, settings: RunConfig) -> None:
         raise UserError("a name, path or other value of the run has characters that a YAML file cannot hold; rename it")
 
 
-def _submit(file: Path, where: str) -> int:
-    """where: what to tell besides; {} stands for the job's number."""
+def _submit(file: Path, submissions: list[Submission], where: str) -> int:
+    """submissions: of the runs that the script starts. where: what to tell besides; {} stands for the job's number."""
     try:
         done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError(f"sbatch is not on PATH: submit {file} where Slurm is installed") from None
     if done.returncode:
+        for submission in submissions:
+            (submission.job.submission / REFUSED).write_text(done.stderr.strip(), encoding="utf-8")
         raise UserError(f"Slurm refused the job: {done.stderr.strip()}. The script is {file}")
     number = done.stdout.strip().split(";")[0]
     print(f"submitted job {number}: {file}")

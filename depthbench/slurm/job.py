@@ -24,6 +24,7 @@ NOTHING_TO_DO = 10  # exit statuses that the script reads
 REQUEUE = 11
 _FIRST_PORT, _PORTS = 10_000, 20_000
 _TRIES, _PAUSE_SECONDS = 30, 10.0  # of a requeue: five minutes
+_ANSWER_SECONDS = 10.0  # of a question: a job that Slurm ends is killed after KillWait, 30 s by default
 
 
 def port(job: int, restart: int) -> int:
@@ -46,14 +47,14 @@ def begin(folder: Path, attempt: str, last_step: int, steps: int, max_requeues: 
     """
     saved, before, owner = _saved(folder), read(journal(folder)), fence.owner(folder)
     holder = job_of(owner) if owner else None
-    busy = holder and holder != job_of(attempt) and _running(holder)
+    busy = _at_work(holder, folder) if holder and holder != job_of(attempt) else ""
     if saved >= last_step:
         print(f"attempt {attempt}: the run has reached step {saved} of {last_step}; nothing to do")
         if not busy:
             settle_status(folder, saved, steps)
         return NOTHING_TO_DO
     if busy:
-        print(f"attempt {attempt}: job {holder} is running in {folder}: cancel it, or this job is no use")
+        print(f"attempt {attempt}: {busy}")
         return 1
     if owner and holder == job_of(attempt) and owner not in {ended.attempt for ended in before}:
         lost = Ended(
@@ -95,14 +96,14 @@ def _ended(folder: Path, logs: Path, attempt: str, status: int, interrupted: boo
     saved, reached = _saved(folder), _reached(folder)
     job, restart = attempt.split(".")
     slurm = _slurm("scontrol", "show", "job", "--oneliner", job)
-    ending = _ending(slurm) if interrupted else None
+    ending = _ending(slurm) if interrupted and slurm else None  # unknown: resumed once too often rather than lost
 
     def ended(kind: Kind, reason: str = "", step: int = reached, refused: bool = False) -> Ended:
         return Ended(attempt, kind, step, saved, reason, refused)
 
     if (owner := fence.owner(folder)) != attempt:
         return ended(Kind.SUPERSEDED, f"attempt {owner} owns the run folder")
-    if (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
+    if slurm and (restarts := re.search(r" Restarts=(\d+)", slurm)) and restarts[1] != restart:
         return ended(Kind.SUPERSEDED, f"Slurm gave this node up, and has restarted the job {restarts[1]} times")
     told = read_status(folder)
     if told.get("attempt") == attempt and told["state"] in ("finished", "stopped"):
@@ -150,12 +151,22 @@ def _errors(logs: Path) -> list[str]:
     return found
 
 
-def _slurm(*words: str) -> str:
-    """What a command of Slurm prints; nothing where it fails or is not installed."""
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+def _slurm(*words: str, seconds: float = _ANSWER_SECONDS) -> str | None:
+    """What a command of Slurm prints: nothing of a job that it has forgotten. None where it is not installed, or has
+    failed for so long: its controller may only be away for a moment."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=True, timeout=left).stdout
+        except OSError:
+            return None
+        except subprocess.CalledProcessError as error:
+            if "Invalid job id" in error.stderr:
+                return ""
+            time.sleep(1)
+        except subprocess.TimeoutExpired:
+            return None
+    return None
 
 
 def _requeue(job: str) -> str:
@@ -173,8 +184,12 @@ def _requeue(job: str) -> str:
     return said
 
 
-def _running(job: str) -> bool:
-    return "RUNNING" in _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+def _at_work(job: str, folder: Path) -> str:
+    """What keeps another job out of its folder: that it is running, or that Slurm does not say. Else nothing."""
+    state = _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T", seconds=_TRIES * _PAUSE_SECONDS)
+    if state is None:
+        return f"squeue does not say whether job {job} is still running in {folder}: submit again when it does"
+    return f"job {job} is running in {folder}: cancel it, or this job is no use" if "RUNNING" in state else ""
 
 
 def _ending(slurm: str) -> Kind | None:

@@ -17,6 +17,13 @@ from depthbench.paths import LAUNCH
 from .settings import Runtime, SlurmSettings, directive
 
 TEMPLATES = LAUNCH / "slurm"
+NO_LOG = (TEMPLATES / "no_log.sh").read_text()  # how a script speaks that has no log yet
+
+# what batch.sh exports for node.sh
+_EXPORTED = (
+    "DEPTHBENCH_ATTEMPT",
+    *("submission", "logs", "rank_python", "processes_per_node", "master_addr", "master_port"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ def render(job: Job, settings: SlurmSettings) -> str:
     for name, words in _container(job, settings).items():
         lines.append(f"{name}=({' '.join(shlex.quote(word) for word in words)})")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in _environment(settings).items()]
-    return "\n".join(lines) + "\n\n" + (TEMPLATES / "batch.sh").read_text()
+    return "\n".join(lines) + "\n\n" + NO_LOG + (TEMPLATES / "batch.sh").read_text()
 
 
 def header(job: Job, settings: SlurmSettings, *more: str) -> list[str]:
@@ -101,8 +108,15 @@ def _container(job: Job, settings: SlurmSettings) -> dict[str, Sequence[str]]:
         raise UserError(f"run folder {folder!r}: a container cannot mount a path with : or , in it; set run_dir=FOLDER")
     mounts = [f"{folder}:{folder}", *container.mounts]
     if container.runtime is Runtime.PYXIS:
+        if re.search(r"\s", folder):
+            raise UserError(f"run folder {folder!r}: Pyxis cannot mount a path with blanks in it; set run_dir=FOLDER")
+        ours = [*_environment(settings), *_EXPORTED]  # otherwise what the image sets goes first
         return {
-            "srun_options": [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"],
+            "srun_options": [
+                f"--container-image={container.image}",
+                f"--container-mounts={','.join(mounts)}",
+                f"--container-env={','.join(ours)}",
+            ],
             "inside": [],
         }
     binds = [word for mount in mounts for word in ("--bind", mount)]

@@ -57,6 +57,8 @@ class Container:
         for mount in self.mounts:
             if mount.count(":") != 1 or "," in mount:
                 raise UserError(f"slurm.container.mounts has {mount!r}: give SOURCE:TARGET, without commas")
+            if self.runtime is Runtime.PYXIS and re.search(r"\s", mount):  # it writes them into lines of an fstab
+                raise UserError(f"slurm.container.mounts has {mount!r}: Pyxis cannot mount a path with blanks in it")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from depthbench.config.load import group_file, read_yaml
 from depthbench.config.schema import positive
 from depthbench.errors import UserError
 
-from .script import Job, header
+from .script import NO_LOG, Job, header
 from .settings import SlurmSettings
 
 
@@ -76,4 +76,9 @@ def array_script(name: str, jobs: Sequence[Job], settings: SlurmSettings, limit:
     """name: the array's. jobs: the runs', which all ask for the same nodes."""
     lines = header(replace(jobs[0], name=name), settings, f"--array=0-{len(jobs) - 1}%{limit}")
     runs = "\n".join(f"    {shlex.quote(str(job.submission / 'submit.sbatch'))}" for job in jobs)
-    return "\n".join([*lines, f"runs=(\n{runs}\n)", 'exec bash -- "${runs[$SLURM_ARRAY_TASK_ID]}"', ""])
+    start = """\
+script=${runs[$SLURM_ARRAY_TASK_ID]}
+[ -r "$script" ] || no_log "cannot read $script"
+exec bash -- "$script"
+"""
+    return "\n".join([*lines, f"runs=(\n{runs}\n)", "", NO_LOG + start])

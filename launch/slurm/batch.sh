@@ -1,13 +1,8 @@
 # From here on the script is the same for every run (launch/slurm/batch.sh). It starts one launcher on each node, tells
 # the processes when time is nearly up, and has depthbench.slurm.job decide what follows when they have ended.
-set -euo pipefail
-: "${SLURM_JOB_ID:?this script runs under Slurm: sbatch submit.sbatch}"
-job=$SLURM_JOB_ID
-# in an array, the last task's id is the array's, and Slurm's commands would take it for all of its tasks
-[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 attempt=$job.${SLURM_RESTART_COUNT:-0}
 logs=$run_folder/slurm/logs/$attempt
-mkdir -p -- "$logs"
+trouble=$({ mkdir -p -- "$logs" && true >> "$logs/batch.log"; } 2>&1) || no_log "no log in $logs: $trouble"
 exec >> "$logs/batch.log" 2>&1
 fatal() {
     echo "depthbench: job $job: $*"
@@ -15,7 +10,7 @@ fatal() {
 }
 cd -- "$submission/code" # the code as it was at submission; Python looks here first
 unset PYTHONSAFEPATH
-time_is_up="" interrupted="" step="" asking=""
+time_is_up="" interrupted="" step="" asking="" leaving=""
 ask_to_stop() { # again and again: a process that is still starting ignores the signal
     time_is_up=1
     if [ -z "$step" ] || [ -n "$asking" ]; then return; fi
@@ -23,8 +18,19 @@ ask_to_stop() { # again and again: a process that is still starting ignores the 
     while :; do scancel --signal=USR1 "$job" && sleep 5 || sleep 1; done &
     asking=$!
 }
-trap ask_to_stop USR1        # Slurm's warning before the time limit or a preemption
-trap 'interrupted=1' TERM    # Slurm ends the job: the limit, a preemption, scancel
+leave_in_time() { # at the time limit: KillWait later Slurm kills this script with its processes, and requeues nothing
+    interrupted=1
+    if [ -z "$step" ] || [ -n "$leaving" ]; then return; fi
+    (
+        trap "" TERM USR1
+        sleep $((kill_wait / 2))
+        case $(scontrol show job --oneliner "$job") in *"=COMPLETING Reason=TimeLimit"*) kill -KILL "$step" ;; esac
+    ) &
+    leaving=$!
+    disown "$leaving" # bash would say that it was killed
+}
+trap ask_to_stop USR1   # Slurm's warning before the time limit or a preemption
+trap leave_in_time TERM # Slurm ends the job: the limit, a preemption, scancel
 ask() ( # Slurm signals all that runs here, but a decision has to be written down
     trap "" TERM USR1
     exec "$host_python" -m depthbench.slurm.job "$@"
@@ -35,6 +41,8 @@ command -v scontrol > /dev/null || fatal "scontrol is not on PATH, so the head n
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fatal "scontrol does not know the nodes $SLURM_JOB_NODELIST"
 master_addr=${nodes%%$'\n'*}
 [ -n "$master_addr" ] || fatal "scontrol names no node in $SLURM_JOB_NODELIST"
+kill_wait=$(scontrol show config | grep KillWait) || kill_wait=30 # Slurm's default
+kill_wait=${kill_wait//[!0-9]/} # seconds
 master_port=$(ask port --job "$SLURM_JOB_ID" --restart "${SLURM_RESTART_COUNT:-0}")
 echo "attempt $attempt: nodes $SLURM_JOB_NODELIST, ranks meet at $master_addr:$master_port"
 
@@ -59,7 +67,8 @@ while :; do # a trap ends `wait`, not the step
     wait "$step" || code=$?
     kill -0 "$step" 2> /dev/null || break
 done
-[ -z "$asking" ] || kill "$asking" || true
+[ -z "$asking" ] || kill "$asking" 2> /dev/null || true
+[ -z "$leaving" ] || kill -KILL "$leaving" 2> /dev/null || true
 
 words=(--run-folder "$run_folder" --attempt "$attempt" --max-requeues "$max_requeues" --logs "$logs" --status "$code")
 code=0

@@ -139,11 +139,25 @@ def test_a_start_on_a_node_whose_clock_is_behind_still_comes_last(tmp_path: Path
     assert [step for step, _ in scalars(tmp_path, "train/loss")] == list(range(1, 10))
 
 
-@pytest.mark.parametrize("tail", ['{"step": 4, "lo', '{"step": 4}', "\0\0\0", '{"step": 3, "loss": 1.003'], ids=repr)
-def test_a_last_line_that_a_crash_cut_short(tail: str, tmp_path: Path) -> None:
+TORN = [b"", b"null", b"7", b"[]", b"{}", b'{"step": null}', b'{"message": ', b"\xff\0", b"\0\0\0", b'{"step": 4, "lo']
+
+
+@pytest.mark.parametrize("tail", [*TORN, b'{"step": 4}', b'{"step": 3, "loss": 1.003'], ids=repr)
+def test_a_last_line_that_a_crash_cut_short(tail: bytes, tmp_path: Path) -> None:
     written(tmp_path, 0, range(1, 4), 1)
-    with open(tmp_path / "metrics.jsonl", "a") as file:
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(tail)
+    written(tmp_path, 3, [4, 5], 2)
+    assert [line["step"] for line in json_lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("torn", TORN, ids=repr)
+def test_a_line_that_is_none_between_others(torn: bytes, tmp_path: Path) -> None:
+    """A lost node may leave anything; the steps after it are kept."""
+    written(tmp_path, 0, range(1, 4), 1)
+    file = tmp_path / "metrics.jsonl"
+    first, rest = file.read_bytes().split(b"\n", 1)
+    file.write_bytes(first + b"\n" + torn + b"\n" + rest)
     written(tmp_path, 3, [4, 5], 2)
     assert [line["step"] for line in json_lines(tmp_path)] == [1, 2, 3, 4, 5]
 
@@ -163,6 +177,19 @@ def test_a_run_that_is_killed_loses_nothing_before_its_checkpoint(tmp_path: Path
     log.flush()
     assert scalars(tmp_path, "train/loss") == [(1, 1.001), (2, 1.002)]
     log.close()
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the checkpoint is: after a power loss it would else begin past lines that nobody writes again. So are those
+    that a resumed run keeps."""
+    synced: list[bytes] = []
+    monkeypatch.setattr("os.fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").read_bytes()))
+    log = written(tmp_path, 0, [1, 2], 1, close=False)
+    log.flush()
+    log.close()
+    assert synced == [(tmp_path / "metrics.jsonl").read_bytes()]
+    written(tmp_path, 1, [], 2)
+    assert synced[1:] == [synced[0].splitlines(keepends=True)[0]]
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:

@@ -129,6 +129,18 @@ def test_queued_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (found["a"]["name"], found["a"]["architecture"], found["a"]["steps"]) == ("newer", "hc", 9)
 
 
+def test_a_run_that_slurm_refused(tmp_path: Path) -> None:
+    """Until it is submitted again, or starts."""
+    folder = a_submission(tmp_path / "a")
+    (folder / "slurm" / "1" / "refused").write_text("Invalid account")
+    assert (read_state(folder).state, read_state(folder).reason) == ("refused", "Invalid account")
+    a_submission(folder, 2)
+    assert (read_state(folder).state, read_state(folder).reason) == ("queued", "")
+    (folder / "slurm" / "2" / "refused").write_text("Invalid account")
+    (folder / "status.json").write_text('{"state": "running"}')
+    assert (read_state(folder).state, read_state(folder).reason) == ("running", "")
+
+
 FAILED = {
     "attempt": "7.0",
     "kind": "failed",

@@ -25,7 +25,7 @@ stop() {
     fi
 }
 
-idle() { sinfo --noheader --Node --format='%N %T' 2> /dev/null | grep -c ' idle$' || true; }
+idle() { sinfo --noheader --Node --partition=local --format='%N %T' 2> /dev/null | grep -c ' idle$' || true; }
 
 configure() {
     mkdir -p "$folder"/{state,spool,log,run,dev}
@@ -55,7 +55,9 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=16
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=3600
 SlurmctldPort=16817
 SlurmctldPidFile=$folder/run/slurmctld.pid
@@ -67,7 +69,8 @@ SlurmdLogFile=$folder/log/slurmd-%n.log
 SlurmdParameters=config_overrides
 NodeName=dbnode[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[17001-$((17000 + nodes))] CPUs=4 Boards=1 \
 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:$gpus State=UNKNOWN
-PartitionName=local Nodes=ALL Default=YES MaxTime=60 State=UP
+PartitionName=local Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=2
 CONF
     echo "NodeName=dbnode[1-$nodes] Name=gpu File=$folder/dev/gpu[0-$((gpus - 1))] Flags=nvidia_gpu_env" > "$folder/gres.conf"
     # 22.05 fails with this line, later ones without it where cgroups are not mounted

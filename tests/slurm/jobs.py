@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -62,6 +63,17 @@ class Submitted:
 
     def attempts(self) -> list[Ended]:
         return read(journal(self.folder))
+
+    def began(self, attempt: str) -> int:
+        """The step from which its trainer said that it goes on."""
+        said = (self.folder / "slurm" / "logs" / attempt / "node-0.log").read_text()
+        (found,) = re.findall(r": step (\d+) of \d+, \d+ processes$", said, re.MULTILINE)
+        return int(found)
+
+    def assert_each_resumed(self) -> None:
+        """Every attempt after the first began where the one before had saved: none from the start, none earlier."""
+        for before, after in pairwise(self.attempts()):
+            assert self.began(after.attempt) == before.saved > 0, self.log()
 
     def log(self) -> str:
         """Of all attempts, scripts and processes."""

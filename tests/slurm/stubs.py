@@ -25,13 +25,17 @@ exit $code
 """
 SCONTROL = """\
 case $1 in
-show) if [ "$2" = hostnames ]; then
-        printf 'first\\nsecond\\nthird\\n'
-    else # Slurm may end a job at any moment, and signals all its processes
+show)
+    case $2 in
+    hostnames) printf 'first\\nsecond\\nthird\\n' ;;
+    config) printf 'KillOnBadExit = 0\\nKillWait                = 2 sec\\n' ;;
+    job)
+        touch "$NOTES/job"
+        # Slurm may end a job at any moment, and signals all its processes
         kill -TERM $PPID
         kill -USR1 $PPID
-        echo "JobState=RUNNING"
-    fi ;;
+        echo "${JOB:-JobState=RUNNING}" ;;
+    esac ;;
 requeue)
     printf '%s\\0' "$@" > "$NOTES/requeue"
     read -r _ _ _ script _ < "/proc/$PPID/stat" # the parent of Python, which asks for it
@@ -51,8 +55,11 @@ fi
 """
 APPTAINER = """\
 printf '%s\\0' "$@" > "$NOTES/apptainer"
-while [ "$1" != image.sif ]; do shift; done
-shift
+shift # exec
+while :; do
+    case $1 in --nv) shift ;; --bind) shift 2 ;; *) break ;; esac
+done
+shift # the image
 exec "$@"
 """
 

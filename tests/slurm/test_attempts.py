@@ -45,6 +45,13 @@ def test_the_same_failure_twice_is_not() -> None:
     assert "attempts 7.0 and 7.2 failed alike, at step 12: RuntimeError" in decision.why
 
 
+def test_addresses_make_no_difference() -> None:
+    """Whatever letters they have."""
+    one = replace(FAILED, reason="RuntimeError: cannot pickle <object at 0x7f3a12bc>")
+    other = replace(FAILED, attempt="7.1", reason="RuntimeError: cannot pickle <object at 0x7fde9f00>")
+    assert not decide([one], other, MANY).requeue
+
+
 @pytest.mark.parametrize("other", [{"step": 13}, {"reason": "OutOfMemoryError"}])
 def test_another_failure_is(other: dict[str, object]) -> None:
     assert decide([FAILED], replace(FAILED, attempt="7.1", **other), MANY).requeue  # type: ignore[arg-type]

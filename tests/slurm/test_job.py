@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,20 +56,21 @@ def error(logs: Path, node: int, text: str) -> None:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What Slurm's commands print, by name, or by the whole command. `requeue`: why it refuses that."""
-    said = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None", "requeue": ""}
-    monkeypatch.setattr(job, "_slurm", lambda *words: said.get(" ".join(words), said[words[0]]))
+def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """What Slurm's commands print, by name, or by the whole command; None where it does not answer. `requeue`: why it
+    refuses that."""
+    said: dict[str, str | None] = {"squeue": "", "scontrol": "JobState=RUNNING Reason=None", "requeue": ""}
+    monkeypatch.setattr(job, "_slurm", lambda *words, **seconds: said.get(" ".join(words), said[words[0]]))
     monkeypatch.setattr(job, "_requeue", lambda number: said["requeue"])
     return said
 
 
-def test_an_attempt_begins_by_owning_the_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_an_attempt_begins_by_owning_the_folder(tmp_path: Path, slurm: dict[str, str | None]) -> None:
     assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == 0
     assert fence.owner(tmp_path) == "7.0"
 
 
-def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str | None]) -> None:
     checkpoint(tmp_path, LAST)
     assert job.begin(tmp_path, "7.0", LAST, LAST, MANY) == job.NOTHING_TO_DO
     assert fence.owner(tmp_path) is None
@@ -84,7 +86,7 @@ def test_a_finished_run_is_not_begun(tmp_path: Path, slurm: dict[str, str]) -> N
     ],
 )
 def test_a_run_that_died_after_its_last_checkpoint_is_finished(
-    tmp_path: Path, slurm: dict[str, str], before: str, steps: int, after: tuple[str, int, str]
+    tmp_path: Path, slurm: dict[str, str | None], before: str, steps: int, after: tuple[str, int, str]
 ) -> None:
     """It could not say so; but nothing is left to do, so nobody else would. Unless another job is at work on it."""
     checkpoint(tmp_path, LAST)
@@ -99,7 +101,7 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished(
     assert (told["state"], told["step"], told["reason"]) == after
 
 
-def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm: dict[str, str | None]) -> None:
     checkpoint(tmp_path, 10)
     metrics(tmp_path, 12)
     job.begin(tmp_path, "7.0", LAST, LAST, MANY)
@@ -110,7 +112,7 @@ def test_an_attempt_that_left_no_word_is_noted_by_the_next(tmp_path: Path, slurm
 
 
 def test_slurm_does_not_requeue_for_ever(
-    tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: dict[str, str | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither more often than allowed, nor without a new checkpoint."""
     job.begin(tmp_path, "7.0", LAST, LAST, 0)
@@ -123,16 +125,23 @@ def test_slurm_does_not_requeue_for_ever(
     assert fence.owner(tmp_path) == "8.3"
 
 
-def test_two_jobs_do_not_share_a_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_two_jobs_do_not_share_a_folder(
+    tmp_path: Path, slurm: dict[str, str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where Slurm does not say whether the first is at work."""
     job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     slurm["squeue"] = "RUNNING\n"
     assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 1
+    slurm["squeue"] = None
+    assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 1
+    said = capsys.readouterr().out
+    assert "job 7 is running in" in said and "squeue does not say whether job 7 is still running in" in said
     assert fence.owner(tmp_path) == "7.0"
     slurm["squeue"] = ""
     assert job.begin(tmp_path, "8.0", LAST, LAST, MANY) == 0
 
 
-def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path: Path, slurm: dict[str, str | None]) -> None:
     """What its siblings do keeps nobody from submitting it again, and what Slurm does to them is not done to it."""
     job.begin(tmp_path, "7_2.0", LAST, LAST, MANY)
     slurm["squeue --noheader --jobs=7 --format=%T"] = "RUNNING\n"
@@ -211,15 +220,18 @@ def died(*texts: str) -> Prepare:
         (told("stopped", 15, "SIGUSR1"), 143, True, "Reason=TimeLimit", Kind.STOPPED, 15, "SIGUSR1", job.REQUEUE),
         # scancel --full --signal=TERM: the job runs on
         (told("stopped", 15, "SIGTERM"), 0, True, "JobState=RUNNING", Kind.STOPPED, 15, "SIGTERM", job.REQUEUE),
+        # Slurm does not say why it ends the job
+        (told("stopped", 15, "SIGUSR1"), 143, True, None, Kind.STOPPED, 15, "SIGUSR1", job.REQUEUE),
+        (told("running", 10), 143, True, None, Kind.FAILED, 12, "a process died without a word", job.REQUEUE),
     ],
 )
 def test_how_an_attempt_ended(
     tmp_path: Path,
-    slurm: dict[str, str],
+    slurm: dict[str, str | None],
     prepare: Prepare,
     status_of_srun: int,
     interrupted: bool,
-    slurm_says: str,
+    slurm_says: str | None,
     kind: Kind,
     step: int,
     reason: str | None,
@@ -237,7 +249,7 @@ def test_how_an_attempt_ended(
     assert reason is None or ended.reason == reason
 
 
-def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict[str, str | None]) -> None:
     job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     job.begin(tmp_path, "8.0", LAST, LAST, MANY)
     before = (tmp_path / "slurm" / "attempts.jsonl").exists()
@@ -246,7 +258,7 @@ def test_an_attempt_that_was_superseded_ends_quietly(tmp_path: Path, slurm: dict
 
 
 @pytest.mark.parametrize("torn", [b"", b"null", b'{"message": ', b'{"message": {}}', b"\xff\0", b"[]"])
-def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str, str], torn: bytes) -> None:
+def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str, str | None], torn: bytes) -> None:
     """A process may be killed while it writes, and a lost node may leave anything."""
     metrics(tmp_path, 12, then=torn + b"\n")
     logs = tmp_path / "slurm" / "logs" / "7.0"
@@ -262,7 +274,7 @@ def test_files_that_are_not_whole_decide_nothing(tmp_path: Path, slurm: dict[str
 
 
 def test_a_requeue_that_slurm_refuses_ends_the_job(
-    tmp_path: Path, slurm: dict[str, str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm: dict[str, str | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.begin(tmp_path, "7.0", LAST, LAST, MANY)
     slurm["requeue"] = "Access denied"
@@ -272,23 +284,54 @@ def test_a_requeue_that_slurm_refuses_ends_the_job(
     assert (last["attempt"], last["requeue"]) == ("7.0", False) and "Access denied" in last["why"]
 
 
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[float]:
+    """A stand-in on PATH that notes its calls. Returns the seconds slept, which take no time."""
+    script = folder / "scontrol"
+    script.write_text(f'#!/bin/bash\necho "$@" >> "{folder}/calls"\n{text}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    pauses: list[float] = []
+    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses)))
+    return pauses
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("error", "failures", "found", "asked"),
+    [
+        ("Unable to contact slurm controller", 3, "JobState=RUNNING\n", 4),
+        ("Unable to contact slurm controller", 99, None, 10),
+        ("slurm_load_jobs error: Invalid job id specified", 99, "", 1),
+    ],
+)
+def test_a_question_is_asked_again_for_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, failures: int, found: str | None, asked: int
+) -> None:
+    """Unless the answer is that there is no such job."""
+    text = f'[ "$(wc -l < "{tmp_path}/calls")" -gt {failures} ] || {{ echo "{error}" >&2; exit 1; }}'
+    scontrol(tmp_path, monkeypatch, f"{text}\necho JobState=RUNNING")
+    assert job._slurm("scontrol", "show", "job", "7_2") == found
+    assert calls(tmp_path) == ["show job 7_2"] * asked
+
+
+def test_a_question_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that hangs, or that is not there."""
+    scontrol(tmp_path, monkeypatch, "exec sleep 1000")
+    assert job._slurm("scontrol", "show", "job", "7", seconds=0.2) is None
+    assert job._slurm(str(tmp_path / "squeue")) is None
+
+
 @pytest.mark.parametrize(("refusals", "said"), [(3, ""), (99, "Unable to contact slurm controller")])
 def test_a_requeue_is_tried_for_some_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, said: str
 ) -> None:
     """And then no longer."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        f"""#!/bin/bash
-echo "$@" >> "{tmp_path}/calls"
-[ "$(wc -l < "{tmp_path}/calls")" -gt {refusals} ] || {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
-"""
-    )
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    pauses: list[float] = []
-    monkeypatch.setattr(job.time, "sleep", pauses.append)
+    error = "Unable to contact slurm controller"
+    text = f'[ "$(wc -l < "{tmp_path}/calls")" -gt {refusals} ] || {{ echo "{error}" >&2; exit 1; }}'
+    pauses = scontrol(tmp_path, monkeypatch, text)
     assert job._requeue("7_2") == said
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert set(calls) == {"requeue 7_2"} and len(calls) == len(pauses) + 1
+    assert set(calls(tmp_path)) == {"requeue 7_2"} and len(calls(tmp_path)) == len(pauses) + 1
     assert len(pauses) == 3 if not said else 120 < sum(pauses) < 600

@@ -15,6 +15,7 @@ import pytest
 
 from depthbench.checkpoint.folder import latest
 from depthbench.config.schema import CheckpointMode, RunConfig
+from depthbench.training.trainer import Trainer
 from tests.corpora import Corpus, trainable_run
 from tests.harness import WORKER_SECONDS, run_workers, start_workers
 from tests.training.test_resume import assert_same_run, training
@@ -26,19 +27,26 @@ STEPS, KILLS, EVERY = 160, 15, 5
 
 @dataclass(frozen=True)
 class Moment:
-    """starting: both processes are there. step: there is a line of metrics of step `after` + `steps`. After either,
-    `delay` seconds pass. saving: a checkpoint later than step `after` is being written, and is not complete yet."""
+    """starting: both processes are there. step: their trainer has noted in `began` that it goes on, and there is a line
+    of metrics of step `after` + `steps`. After either, `delay` seconds pass. saving: a checkpoint is being written, and
+    is not complete yet; `remnants`, of earlier starts, do not count."""
 
     kind: str
     after: int
     steps: int
     delay: float
+    remnants: set[str]
+    began: Path
 
     def come(self, folder: Path) -> bool:
         if self.kind == "saving":
-            names = [path.name for path in (folder / "checkpoints").glob(".saving-step_*")]
-            return any(int(name.split("_")[1].split("-")[0]) > self.after for name in names)
-        return self.kind == "starting" or _last_step(folder) >= self.after + self.steps
+            return bool(_unfinished(folder) - self.remnants)
+        trains = any(self.began.iterdir())  # else its metrics are those of an earlier start
+        return self.kind == "starting" or (trains and _last_step(folder) >= self.after + self.steps)
+
+
+def _unfinished(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").glob(".saving-step_*")}
 
 
 def _last_step(folder: Path) -> int:
@@ -70,9 +78,22 @@ def kill_at(moment: Moment, folder: Path, notes: Path) -> None:
         time.sleep(0.002)
 
 
-def noting(notes: Path) -> Callable[[int], None]:
-    """Each rank leaves its process id, which is its group's: tests.harness sees to that."""
-    return lambda rank: (notes / str(os.getpid())).touch()
+def noting(notes: Path, began: Path) -> Callable[[int], None]:
+    """Each rank leaves its process id, which is its group's: tests.harness sees to that. The first one's trainer leaves
+    in `began` a file named by the step from which it goes on."""
+
+    def before(rank: int) -> None:
+        loop = Trainer.loop
+
+        def noted(self: Trainer) -> None:
+            if rank == 0:
+                (began / str(self.step)).touch()
+            loop(self)
+
+        Trainer.loop = noted  # type: ignore[method-assign]
+        (notes / str(os.getpid())).touch()
+
+    return before
 
 
 def run_of(corpus: Corpus, folder: Path) -> RunConfig:
@@ -93,19 +114,26 @@ def test_killed_again_and_again(corpus: Corpus, tmp_path: Path) -> None:
     moments.shuffle(kinds)
     run = run_of(corpus, folder)
     for number, kind in enumerate(kinds):
-        notes = tmp_path / f"processes-{number}"
+        notes, began = tmp_path / f"processes-{number}", tmp_path / f"began-{number}"
         notes.mkdir()
+        began.mkdir()
         saved = latest(folder / "checkpoints")
+        step = saved.step if saved else 0
         delay = moments.uniform(0, 0.5 if kind == "starting" else 0.05)
-        moment = Moment(kind, saved.step if saved else 0, moments.randint(1, 2 * EVERY), delay)
+        moment = Moment(kind, step, moments.randint(1, 2 * EVERY), delay, _unfinished(folder), began)
         killer = multiprocessing.get_context("fork").Process(target=kill_at, args=(moment, folder, notes))
         killer.start()
         mode = moments.choice(list(CheckpointMode))
         attempt = replace(run, checkpoint=replace(run.checkpoint, mode=mode))
-        codes, said, _ = start_workers(2, training, attempt, noting(notes))
+        codes, said, _ = start_workers(2, training, attempt, noting(notes, began))
         killer.join()
         assert codes == [-signal.SIGKILL] * 2, f"{moment}: {said}"
         if kind == "saving":
             assert moment.come(folder), "what was being written is left behind"
-    assert run_workers(2, training, run) == [0, 0]
+        found = [file.name for file in began.iterdir()]
+        assert found == [str(step)] or (kind == "starting" and not found)
+    saved, began = latest(folder / "checkpoints"), tmp_path / "began"
+    began.mkdir()
+    assert run_workers(2, training, run, noting(tmp_path, began)) == [0, 0]
+    assert saved and [file.name for file in began.iterdir()] == [str(saved.step)]
     assert_same_run(folder, whole, STEPS)

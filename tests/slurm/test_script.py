@@ -2,18 +2,22 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from depthbench.errors import UserError
+from depthbench.parallel import startup
+from depthbench.parallel.startup import TIMEOUT_VARIABLE
 from depthbench.slurm.command import write_submission
 from depthbench.slurm.job import port
-from depthbench.slurm.script import Job, render
+from depthbench.slurm.script import TEMPLATES, Job, render
 from depthbench.slurm.settings import Container, Runtime, SlurmSettings
 from tests.corpora import Corpus, trainable_run
 from tests.slurm.stubs import HOSTILE, Stubs, directives
@@ -28,9 +32,11 @@ def submission(
     settings: SlurmSettings | None = None,
     name: str = "tiny",
     nodes: int = 2,
+    python: str | None = None,
 ) -> Path:
     """The path of the script of a run in `folder`."""
-    job = Job(name, folder, folder / "slurm" / "1", stubs.python, nodes, 4, last_step=20, steps=20, max_requeues=5)
+    submitting, inside = python or stubs.python, folder / "slurm" / "1"
+    job = Job(name, folder, inside, submitting, nodes, 4, last_step=20, steps=20, max_requeues=5)
     write_submission(job, replace(trainable_run(NOWHERE, folder), name=name), render(job, settings or SlurmSettings()))
     return job.submission / "submit.sbatch"
 
@@ -125,6 +131,49 @@ def test_a_warning_reaches_the_processes_and_requeues(
     assert f"--master-port={port(4711, 0)}" in stubs.launchers()[0]
 
 
+def test_a_job_at_its_time_limit_does_not_wait_for_its_processes(stubs: Stubs, tmp_path: Path) -> None:
+    """At the time limit, after which Slurm kills the script with them: it decides before that."""
+    folder, over = tmp_path / "run", tmp_path / "over"
+    ending = "JobState=COMPLETING Reason=TimeLimit"
+    batch = stubs.start(submission(stubs, folder), 2, WAIT_FOR=str(over), JOB=ending)
+    wait_for(lambda: len(stubs.launchers()) == 2, "launchers")
+    batch.send_signal(signal.SIGTERM)
+    batch.wait(timeout=PATIENCE)
+    over.touch()
+    assert stubs.words("requeue") == ["requeue", "4711"]
+    assert "the time limit came before a checkpoint was complete" in log(folder)
+
+
+def test_a_signal_alone_ends_nothing(stubs: Stubs, tmp_path: Path) -> None:
+    """A job that runs on waits for its processes, however long they need to save."""
+    folder, over = tmp_path / "run", tmp_path / "over"
+    batch = stubs.start(submission(stubs, folder), 2, WAIT_FOR=str(over))
+    wait_for(lambda: len(stubs.launchers()) == 2, "launchers")
+    batch.send_signal(signal.SIGTERM)
+    wait_for((stubs.notes / "job").exists, "the question how the job is")
+    over.touch()
+    assert batch.wait(timeout=PATIENCE) == 0
+    assert "finished at step 0" in log(folder)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_node_without_the_run_folder_says_so(stubs: Stubs, tmp_path: Path, there: bool) -> None:
+    """Where sbatch was called, or else in /tmp of the node: there is no log, and Slurm's own output is /dev/null."""
+    folder, called = tmp_path / "run", tmp_path / "called"
+    script = submission(stubs, folder).rename(tmp_path / "script")  # Slurm has a copy of it
+    called.mkdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.touch()
+    number = str(10**9 + os.getpid())
+    here = called if there else Path("/tmp")
+    code = stubs.run(script, SLURM_JOB_ID=number, SLURM_SUBMIT_DIR=str(called if there else folder))
+    said = here / f"depthbench-{number}.log"
+    text = said.read_text()
+    said.unlink()
+    assert code == 1 and not stubs.launchers()
+    assert text.startswith(f"depthbench: job {number} on ") and f"{folder}/slurm" in text
+
+
 def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = submission(stubs, folder)
@@ -134,18 +183,29 @@ def test_a_finished_run_starts_nothing(stubs: Stubs, tmp_path: Path) -> None:
     assert not stubs.launchers() and "nothing to do" in log(folder)
 
 
+def noting(stubs: Stubs, *names: str) -> None:
+    """Have torchrun's stand-in note these variables too, after its arguments."""
+    python = Path(stubs.python)
+    python.write_text(python.read_text().replace('"cwd=', " ".join(f'"${name}"' for name in names) + ' "cwd='))
+
+
+def hostile_python(stubs: Stubs) -> str:
+    link = stubs.bin / HOSTILE.replace("/", "")
+    link.symlink_to(stubs.python)
+    return str(link)
+
+
 def test_hostile_names_reach_the_job_unharmed(stubs: Stubs, tmp_path: Path) -> None:
-    """As run folder, run name and value of the environment; nothing of them is executed or taken for an option."""
+    """As run folder, run name, value of the environment and path of the Python that submits; nothing of them is
+    executed or taken for an option."""
     folder = tmp_path / HOSTILE.replace("/", "")
     settings = SlurmSettings(environment={"HOSTILE": HOSTILE}, interface=HOSTILE)
-    script = submission(stubs, folder, settings, name=HOSTILE)
+    script = submission(stubs, folder, settings, name=HOSTILE, python=hostile_python(stubs))
     assert directives(script)[1:] == directives(submission(stubs, tmp_path / "plain"))[1:]
-    (stubs.bin / "python").write_text(
-        (stubs.bin / "python").read_text().replace('"cwd=', '"$HOSTILE" "$NCCL_SOCKET_IFNAME" "cwd=')
-    )
+    noting(stubs, "HOSTILE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     assert stubs.run(script) == 0
     for words in stubs.launchers():
-        assert words[-4:] == [str(script.parent / "run.yaml"), HOSTILE, HOSTILE, f"cwd={script.parent / 'code'}"]
+        assert words[-5:] == [str(script.parent / "run.yaml"), *[HOSTILE] * 3, f"cwd={script.parent / 'code'}"]
     assert not list(tmp_path.rglob("pwned")) and not Path("/pwned").exists()
     assert (folder / "attempt").read_text() == "4711.0"
 
@@ -195,13 +255,69 @@ def test_apptainer_runs_the_launcher_inside(stubs: Stubs, tmp_path: Path) -> Non
     assert words[: len(expected)] == expected
 
 
-def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> None:
-    folder = tmp_path / "a run"
-    container = Container(Runtime.PYXIS, "registry#image:1", python=stubs.python, mounts=["/data sets:/data"])
+@pytest.mark.parametrize("runtime", list(Runtime))
+def test_hostile_names_reach_a_container_unharmed(stubs: Stubs, tmp_path: Path, runtime: Runtime) -> None:
+    """As image, as path of its Python, and as mount where that can be."""
+    folder, python = tmp_path / "run", hostile_python(stubs)
+    mount = HOSTILE.replace(",", "") if runtime is Runtime.APPTAINER else re.sub(r"[,\s]", "", HOSTILE)
+    container = Container(runtime, HOSTILE, python=python, mounts=[f"/{mount}:/{mount}"])
     assert stubs.run(submission(stubs, folder, SlurmSettings(container=container))) == 0
+    if runtime is Runtime.APPTAINER:
+        binds = ["--bind", f"{folder}:{folder}", "--bind", f"/{mount}:/{mount}"]
+        assert stubs.words("apptainer")[:8] == ["exec", "--nv", *binds, HOSTILE, "bash"]
+    else:
+        words = stubs.words("srun")
+        assert f"--container-image={HOSTILE}" in words
+        assert f"--container-mounts={folder}:{folder},/{mount}:/{mount}" in words
+    assert len(stubs.launchers()) == 2
+    assert not list(tmp_path.rglob("pwned")) and not Path("/pwned").exists()
+
+
+def test_the_clusters_timeout_reaches_the_processes(
+    stubs: Stubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And process groups are made with it."""
+    noting(stubs, TIMEOUT_VARIABLE)
+    assert stubs.run(submission(stubs, tmp_path / "run", SlurmSettings(timeout_seconds=90.5))) == 0
+    for words in stubs.launchers():
+        assert words[-2] == "90.5"
+        monkeypatch.setenv(TIMEOUT_VARIABLE, words[-2])
+    found: list[timedelta] = []
+
+    def join(backend: str, *, timeout: timedelta, **_: object) -> None:
+        found.append(timeout)
+        raise ConnectionError
+
+    monkeypatch.setattr("torch.distributed.init_process_group", join)
+    with pytest.raises(ConnectionError):
+        startup.start(trainable_run(NOWHERE, tmp_path))
+    assert found == [timedelta(seconds=90.5)]
+
+
+def test_pyxis_takes_the_container_from_srun(stubs: Stubs, tmp_path: Path) -> None:
+    """And the environment that the cluster's file and the script set, which an image's would else go before."""
+    folder = tmp_path / "run"
+    container = Container(Runtime.PYXIS, "registry#image:1", python=stubs.python, mounts=["/sets:/data"])
+    settings = SlurmSettings(container=container, environment={"NCCL_IB_HCA": "mlx5"}, interface="ib0")
+    assert stubs.run(submission(stubs, folder, settings)) == 0
     words = stubs.words("srun")
     assert "--container-image=registry#image:1" in words
-    assert f"--container-mounts={folder}:{folder},/data sets:/data" in words
+    assert f"--container-mounts={folder}:{folder},/sets:/data" in words
+    (names,) = [word.partition("=")[2].split(",") for word in words if word.startswith("--container-env=")]
+    exported = re.findall(r"^export (.*)$", (TEMPLATES / "batch.sh").read_text(), re.MULTILINE)
+    ours = [word.partition("=")[0] for line in exported for word in line.partition(" #")[0].split()]
+    cluster = ["DEPTHBENCH_TIMEOUT_SECONDS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"]
+    assert sorted(names) == sorted([*cluster, *ours]) and "DEPTHBENCH_ATTEMPT" in ours
+
+
+@pytest.mark.parametrize("blank", [" ", "\t", "\n"])
+def test_pyxis_is_given_no_path_with_blanks(tmp_path: Path, blank: str) -> None:
+    """It writes mounts into lines of an fstab, which blanks divide."""
+    with pytest.raises(UserError, match=r"slurm\.container\.mounts has .*Pyxis cannot mount a path with blanks"):
+        Container(Runtime.PYXIS, "image", mounts=[f"/data{blank}sets:/data"])
+    job = Job("tiny", tmp_path / f"a{blank}run", tmp_path / "1", "python", 1, 1, 20, 20, 5)
+    with pytest.raises(UserError, match=r"run folder .*Pyxis cannot mount a path with blanks"):
+        render(job, SlurmSettings(container=Container(Runtime.PYXIS, "image")))
 
 
 @pytest.mark.parametrize("character", [":", ","])

@@ -1,7 +1,6 @@
 """`depthbench submit`: what it refuses, what it writes, what it prints."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ import yaml
 from depthbench.cli import main
 from depthbench.config.load import plain, read_yaml, typed
 from depthbench.errors import UserError
+from depthbench.logs.overview import read_state
 from depthbench.planning.cluster import CLUSTERS, load_cluster
 from depthbench.slurm.command import absolute, write_settings, write_submission
 from depthbench.slurm.placement import partition_nodes
 from depthbench.slurm.script import Job, render
 from depthbench.slurm.settings import SlurmSettings, load_slurm
 from tests.corpora import Corpus, snapshot, trainable_run
+from tests.slurm.stubs import HOSTILE
 
 NOWHERE = Corpus("tokenizer", "train", "valid")
 SINFO = "printf 'gpu* 2\\nlong 40\\n'"
@@ -156,6 +157,8 @@ def test_what_slurm_refuses_is_told(
     (commands / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid account' >&2; exit 1\n")
     assert submitted(run_file(corpus, tmp_path)) == 2
     assert "Slurm refused the job: sbatch: error: Invalid account" in capsys.readouterr().err
+    state = read_state(tmp_path / "run")
+    assert (state.state, state.reason) == ("refused", "sbatch: error: Invalid account")
 
 
 @pytest.mark.parametrize("name", ["a\x00b", "\udcff", "x" * 300])
@@ -166,11 +169,18 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
         write_submission(job, run, render(job, SlurmSettings()))
 
 
-@pytest.mark.parametrize(
-    "value", ["a\x00b", "\udcff", "1e5", "yes", "null", "- x", "a: b", "'", '"', " x ", "a\nb\n", "\t", "%x", "ü\u2028"]
-)
+VALUES = [
+    *("a\x00b", "\udcff", "1e5", "yes", "null", "- x", "a: b", "'", '"', " x ", "a\nb\n", "\t", "%x", "ü\u2028"),
+    HOSTILE,
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_any_value_arrives_as_it_was(tmp_path: Path, value: str) -> None:
-    run = replace(trainable_run(NOWHERE, tmp_path), name=value)
+    """As the run's name, and as each of its paths."""
+    run = trainable_run(
+        Corpus(value, value, value), Path(value), name=value, initial=value, data={"index_cache": value}
+    )
     write_settings(tmp_path / "run.yaml", run)
     assert typed(read_yaml(tmp_path / "run.yaml")) == run
 

@@ -8,10 +8,11 @@ import yaml
 from depthbench.cli import main
 from depthbench.config.load import load_run, parse_overrides, plain
 from depthbench.errors import UserError
+from depthbench.logs.overview import read_state, run_folders
 from depthbench.paths import CONFIGS
 from depthbench.planning.cluster import CLUSTERS
 from depthbench.slurm.sweep import Sweep, assignment, load_sweep, members
-from tests.corpora import Corpus, trainable_run
+from tests.corpora import Corpus, snapshot, trainable_run
 from tests.slurm.stubs import HOSTILE, Stubs, directives
 
 
@@ -106,6 +107,48 @@ def test_hostile_names_reach_an_array_unharmed(
     (words,) = sbatch.launchers()
     assert str(folder / "runs/seeds/2/slurm/1/run.yaml") in words
     assert not list(tmp_path.rglob("pwned")) and not Path("/pwned").exists()
+
+
+def test_a_node_without_a_runs_script_says_so(
+    corpus: Corpus, tmp_path: Path, sbatch: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sbatch was called, for each task."""
+    monkeypatch.chdir(tmp_path)
+    assert submitted(corpus, tmp_path, "{seed: [1, 2]}") == 0
+    missing = tmp_path / "runs/seeds/2/slurm/1/submit.sbatch"
+    missing.unlink()
+    task = {"SLURM_ARRAY_JOB_ID": "4710", "SLURM_ARRAY_TASK_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    assert sbatch.run(Path((sbatch.notes / "queued").read_text()), 1, **task) == 1
+    assert f"cannot read {missing}" in (tmp_path / "depthbench-4710_1.log").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONFIGS / "sweeps").glob("*.yaml")))
+def test_a_dry_run_shows_what_a_shipped_sweep_would_submit(
+    name: str, tmp_path: Path, sbatch: Stubs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every run fits the cluster. The array's script and the first run's, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    words = ["submit", "depthbench_400m", "--cluster", "a100-80gb", "--array", name, "--dry-run"]
+    assert main(words) == 0
+    _, sweep = load_sweep(name)
+    first, *_, last = runs = list(members(sweep))
+    said = capsys.readouterr().out
+    assert all(f"{name}-{run}: " in said for run in runs)
+    assert f"#SBATCH --array=0-{len(runs) - 1}%{sweep.limit}\n" in said
+    assert all(f"{tmp_path}/runs/{name}/{run}/slurm/1/submit.sbatch" in said for run in (first, last))
+    assert f"\nrun_folder={tmp_path}/runs/{name}/{first}\n" in said
+    assert snapshot(tmp_path) == before and not (sbatch.notes / "queued").exists()
+
+
+def test_every_run_of_a_refused_array_is_refused(
+    corpus: Corpus, tmp_path: Path, sbatch: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (sbatch.bin / "sbatch").write_text(f"#!{sbatch.bin / 'bash'}\necho 'Invalid account' >&2; exit 1\n")
+    assert submitted(corpus, tmp_path, "{seed: [1, 2]}") == 2
+    states = [read_state(folder) for folder in run_folders(tmp_path / "runs")]
+    assert [(state.state, state.reason) for state in states] == [("refused", "Invalid account")] * 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from depthbench.checkpoint.folder import latest
 from depthbench.cli import main
 from depthbench.config.load import plain
 from depthbench.config.schema import RunConfig
@@ -77,7 +78,7 @@ def whole_pipeline(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
     return uninterrupted(run_of(corpus, tmp_path_factory.mktemp("whole"), PIPELINE))
 
 
-def two_nodes(folder: Path, **slurm_settings: int) -> list[str]:
+def two_nodes(folder: Path, **slurm_settings: Any) -> list[str]:
     """Options of submit: each stage on a node."""
     cluster = yaml.safe_load((ROOT / "launch/clusters/local-slurm.yaml").read_text())
     cluster["gpus_per_node"] = 1
@@ -115,6 +116,16 @@ def ranks(job: Submitted) -> list[int]:
 
     started = [pid for pid in processes(job) if "distributed.run" not in command_of(pid)]
     return [pid for pid in started if "distributed.run" in command_of(parent(pid))]
+
+
+def script_and_all(job: Submitted) -> list[int]:
+    """Ids of the job's script, first, and of all that it has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SLURM_JOB_ID={job.number}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return sorted(found, key=lambda pid: "slurm_script" not in command_of(pid))
 
 
 def of_node(job: Submitted, number: int) -> list[int]:
@@ -196,20 +207,84 @@ def test_a_time_limit_is_no_end(corpus: Corpus, tmp_path: Path, whole_pipeline: 
     first, *_, last = job.attempts()
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGUSR1", Kind.FINISHED)
     assert 0 < first.step == first.saved < STEPS
+    job.assert_each_resumed()
     assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
 def test_terminated_and_finished(pipeline: Submitted, whole_pipeline: Path) -> None:
-    """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so."""
+    """SIGTERM to all processes of the job's step, torchrun among them. Then it is finished, and stays so. What the next
+    attempt runs is the submission's copy of the code, not the checkout."""
+    module = pipeline.folder / "slurm" / "1" / "code" / "depthbench" / "__init__.py"
+    with open(module, "a") as file:
+        file.write('import sys; print("copied code in", __file__, file=sys.stderr)\n')
     slurm("scancel", "--signal=TERM", pipeline.number)
     pipeline.finish()
     first, last = pipeline.attempts()
+    logs = pipeline.folder / "slurm" / "logs"
+    said = [(logs / one.attempt / "node-0.log").read_text().count(f"copied code in {module}") for one in (first, last)]
+    assert said == [0, 1]
     assert (first.kind, first.reason, last.kind) == (Kind.STOPPED, "SIGTERM", Kind.FINISHED)
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
     again = sbatch(pipeline.folder / "slurm" / "1" / "submit.sbatch", pipeline.folder)
     again.finish()
     assert again.attempts() == [first, last] and "nothing to do" in again.log()
+
+
+def test_preempted_and_requeued(pipeline: Submitted, whole_pipeline: Path) -> None:
+    """A job of a partition that goes first takes all nodes: Slurm signals the run, which saves, and gives the nodes
+    away. Afterwards it goes on."""
+    urgent = slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null",
+                   "--wrap=true").strip()  # fmt: skip
+    other = Submitted(urgent, pipeline.folder)
+    other.finish()
+    assert pipeline.restarts == 1
+    pipeline.finish()
+    first, last = pipeline.attempts()
+    assert (first.kind, last.kind) == (Kind.STOPPED, Kind.FINISHED) and first.reason in ("SIGTERM", "SIGUSR1")
+    assert first.step == first.saved < STEPS
+    pipeline.assert_each_resumed()
+    assert_same_run(pipeline.folder, whole_pipeline, STEPS)
+
+
+HANG = """
+import time
+
+_agreed = StopSignals.agreed
+
+
+def agreed(self):
+    if _agreed(self):
+        time.sleep(1000)
+
+
+StopSignals.agreed = agreed
+"""
+
+
+def test_a_time_limit_before_a_checkpoint_is_complete(corpus: Corpus, tmp_path: Path, whole_pipeline: Path) -> None:
+    """Processes that should save, and hang: they are warned, signalled and killed, and the job's script, which Slurm
+    kills with them, has had the job requeued before that. They are held until Slurm, which looks seldom, signals
+    them."""
+    options = two_nodes(tmp_path, options=["--hold"])
+    job = submit(run_of(corpus, tmp_path / "run", PIPELINE), *options)
+    signals = job.folder / "slurm" / "1" / "code" / "depthbench" / "training" / "signals.py"
+    as_it_was = signals.read_text()
+    signals.write_text(as_it_was + HANG)
+    slurm("scontrol", "release", job.number)
+    job.wait_for_step(25)
+    with held(ranks(job)):
+        slurm("scontrol", "update", f"job={job.number}", "EndTime=now+1")
+        job.wait_for(lambda: job.restarts == 1, "a requeue")
+    slurm("scontrol", "update", f"job={job.number}", "TimeLimit=60")
+    signals.write_text(as_it_was)
+    job.finish()
+    first, *_, last = job.attempts()
+    assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
+    assert first.reason == "the time limit came before a checkpoint was complete" and "asked to stop" in job.log()
+    job.assert_each_resumed()
+    assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
 def test_cancelled_is_cancelled(pipeline: Submitted) -> None:
@@ -243,6 +318,7 @@ def test_a_lost_node_whose_processes_live_on(running: Submitted, whole: Path) ->
     assert (lost.attempt, lost.kind, last.kind) == (f"{running.number}.0", Kind.LOST, Kind.FINISHED)
     assert before < STEPS
     assert f"attempt {running.number}.0 no longer owns" in running.log()
+    running.assert_each_resumed()
     assert_same_run(running.folder, whole, STEPS)
 
 
@@ -254,6 +330,7 @@ def test_a_killed_rank_of_the_second_node(pipeline: Submitted, whole_pipeline: P
     first, last = pipeline.attempts()
     assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
     assert first.step - first.saved <= 20
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
@@ -267,6 +344,7 @@ def test_a_stage_that_hangs(corpus: Corpus, tmp_path: Path, whole_pipeline: Path
     first, last = job.attempts()
     assert (first.kind, last.kind) == (Kind.FAILED, Kind.FINISHED)
     assert re.search(r"stage 0: waited \d+ s for the .*\(limit 20 s\)", first.reason)
+    job.assert_each_resumed()
     assert_same_run(job.folder, whole_pipeline, STEPS)
 
 
@@ -280,6 +358,7 @@ def test_the_second_node_is_lost(pipeline: Submitted, whole_pipeline: Path) -> N
         pipeline.finish()
     lost, last = pipeline.attempts()
     assert (lost.attempt, lost.kind, last.kind) == (f"{pipeline.number}.0", Kind.LOST, Kind.FINISHED)
+    pipeline.assert_each_resumed()
     assert_same_run(pipeline.folder, whole_pipeline, STEPS)
 
 
@@ -344,6 +423,7 @@ def test_a_task_of_an_array_is_requeued_alone(
     finally:
         slurm("scancel", "--quiet", number)
     assert [ended.kind for ended in last.attempts()] == [Kind.STOPPED, Kind.FINISHED]
+    last.assert_each_resumed()
     assert_same_run(last.folder, whole, STEPS)
     assert (done.restarts, sibling.restarts) == (0, 0)
     assert [ended.kind for ended in done.attempts()] == [Kind.FINISHED]
@@ -351,7 +431,8 @@ def test_a_task_of_an_array_is_requeued_alone(
 
 
 def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -> None:
-    """All processes of the run at once, five times, twice while a checkpoint is being written."""
+    """All processes of the run at once, five times, twice while a checkpoint is being written; once the job's script
+    with them, after which nobody is left to requeue it, and it is submitted again by hand."""
     moments = random.Random(7)
     job = submit(run_of(corpus, tmp_path / "run"))
 
@@ -363,7 +444,7 @@ def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -
         job.wait_for(lambda: len(job.attempts()) == number + 1, "its end")
 
     step = 0
-    for number in range(5):
+    for number in range(4):
         step += moments.randint(22, 55)
         job.wait_for_step(step)
         killed = False
@@ -376,6 +457,17 @@ def test_killed_at_random_moments(corpus: Corpus, tmp_path: Path, whole: Path) -
         if not killed:
             kill(number)
         step = job.attempts()[-1].saved
-    job.finish()
-    assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 5 + [Kind.FINISHED]
+    job.wait_for_step(step + moments.randint(22, 55))
+    for pid in script_and_all(job):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert job.ends() == "FAILED"
+    job.assert_each_resumed()
+    assert [ended.kind for ended in job.attempts()] == [Kind.FAILED] * 4
+    saved = latest(job.folder / "checkpoints")
+
+    again = sbatch(job.folder / "slurm" / "1" / "submit.sbatch", job.folder)
+    again.finish()
+    assert again.attempts()[-1].kind is Kind.FINISHED
+    assert saved and again.began(f"{again.number}.0") == saved.step > step
     assert_same_run(job.folder, whole, STEPS)
