@@ -10,15 +10,17 @@ from depthbench.config.schema import EvalForm, RunConfig
 from depthbench.data.corpus import WindowSettings, corpora
 from depthbench.data.evaluation import PaddedSet, evaluation_set
 from depthbench.training.evaluation import evaluate
-from depthbench.training.wrapped import wrap
 from tests.corpora import Corpus, trainable_run, write_counting
 from tests.harness import run_workers
-from tests.models import start_stage
+from tests.models import start_model, start_stage
 
 LAYOUTS = {
     "dp1": (1, {}),
     "dp2": (2, {}),
     "tp2_sp": (2, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2_vp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "pp2_dp2": (4, {"pipeline": 2}),
 }
 
 
@@ -29,7 +31,7 @@ def the_run(corpus: Corpus, folder: Path, micro_batch: int = 4, form: str = "win
         corpus,
         folder,
         data={"valid": [{"prefix": valid}], "eval_form": form},
-        model={"sequence_length": 16},
+        model={"num_layers": 4, "sequence_length": 16},
         train={"precision": "fp64", "micro_batch": micro_batch, "global_batch": 2 * micro_batch},
         parallel=parallel,
     )
@@ -58,15 +60,17 @@ def naive(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[float
 
 
 def evaluated(rank: int, world_size: int, store: str, run: RunConfig) -> tuple[float, int]:
-    stage = start_stage(rank, world_size, store, run)
-    ddp = wrap(run, [stage])
+    model = start_model(rank, world_size, store, run)
     items = validation_set(run)
-    if items.count > 8 * run.train.micro_batch * stage.context.dp_size:  # it asks after every eighth round
-        assert evaluate(ddp, items, run.train.micro_batch, lambda: True) is None
-        assert stage.training
-    loss = evaluate(ddp, items, run.train.micro_batch, lambda: False)
-    assert loss is not None and stage.training
-    assert all(parameter.grad is None for parameter in stage.parameters())
+    if items.count > 8 * run.train.micro_batch * model.context.dp_size:  # it asks after every eighth round
+        assert evaluate(model, items, run.train.micro_batch, lambda: True) is None
+        assert all(stage.training for stage in model.stages)
+    loss = evaluate(model, items, run.train.micro_batch, lambda: False)
+    assert loss is not None
+    for stage in model.stages:
+        assert stage.training and all(parameter.grad is None for parameter in stage.parameters())
+    if model.transport:
+        model.transport.cache.assert_empty()
     return loss.total, loss.tokens
 
 
