@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from depthbench.config.schema import RunConfig
 from depthbench.pipeline.communicator import Handle
@@ -53,11 +54,15 @@ def step_after_an_interrupted_one(
         run_microbatches(model, batches, forward_only=False)
     undo()
     assert model.transport
+    replaced = model.transport.link.flows.values()
     left = len(model.transport.cache.values) + len(model.transport.cache.pending)
     optimizer.zero_grad()
     loss = run_microbatches(model, batches, forward_only=False)
     model.transport.cache.assert_empty()
     assert interruption
+    known = dist.distributed_c10d._world.pg_map
+    assert not [group for group in replaced if group in known]
+    assert all(group in known for group in model.transport.link.flows.values())
     return loss.mean, left, model.transport.interrupted, model_pieces(model, "main_grad")
 
 
