@@ -323,19 +323,14 @@ def show(name: str, found: dict[str, Any], console: Console) -> None:
             cells += ["{:.3f} .. {:.3f}".format(*row[kind][span]) for span in spans]
         table.add_row(f"{row['of']} / {row['to']}", *cells)
     console.print(table)
-    table = Table()
-    table.add_column("edge, chunks")
-    shown = [variant for variant in variants if variant.startswith("full ")] or list(variants)
-    for variant in shown:
-        for heading in ("MB", "waited ms"):
-            table.add_column(f"{variant}:\n{heading}", justify="right")
-    for edge in variants[shown[0]]["bytes_by_edge"]:
-        cells = []
-        for variant in shown:
-            values = variants[variant]
-            cells += [f"{values['bytes_by_edge'][edge] / 1e6:.2f}", f"{values['wait_by_edge'][edge] * 1e3:.0f}"]
-        table.add_row(edge, *cells)
-    console.print(table)
+    for heading, kind, factor, digits in (("MB", "bytes_by_edge", 1e-6, 2), ("waited ms", "wait_by_edge", 1e3, 0)):
+        table = Table()
+        table.add_column(f"{heading}, edge of chunks")
+        for variant in variants:
+            table.add_column(variant, justify="right")
+        for edge in next(iter(variants.values()))[kind]:
+            table.add_row(edge, *(f"{values[kind][edge] * factor:.{digits}f}" for values in variants.values()))
+        console.print(table)
 
 
 def main() -> None:

@@ -58,7 +58,8 @@ def check_pipeline(run: RunConfig) -> None:
     if pipeline.microbatch_group and not interleaved:
         raise UserError(
             f"pipeline.microbatch_group={pipeline.microbatch_group} needs the interleaved schedule: "
-            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}"
+            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}; set it to 2 or more, or "
+            "pipeline.microbatch_group=null"
         )
 
 
@@ -79,13 +80,17 @@ def _check_schedule(run: RunConfig, replicas: int) -> None:
     if run.parallel.virtual_pipeline == 1:
         return
     group = microbatch_group(run)
+    valid = [g for g in range(stages, count + 1) if not 0 < count % g < stages]
+    nearest = f"pipeline.microbatch_group={min(valid, key=lambda g: abs(g - group))}"
     if not stages <= group <= count:
-        raise UserError(f"pipeline.microbatch_group={group} must lie between {stages} stages and {named}")
+        raise UserError(
+            f"pipeline.microbatch_group={group} must lie between {stages} stages and {named}: set {nearest}"
+        )
     if 0 < count % group < stages:
         raise UserError(
             f"{named} leave a last group of {count % group} after groups of pipeline.microbatch_group={group}; the "
             f"schedule wants none or at least parallel.pipeline={stages}: set train.global_batch="
-            f"{train.micro_batch * replicas * (count - count % group)}, or another group"
+            f"{train.micro_batch * replicas * (count - count % group)}, or {nearest}"
         )
 
 

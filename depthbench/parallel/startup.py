@@ -1,5 +1,6 @@
 """Process groups: torch.distributed and Megatron-Core's, from the environment that torchrun sets."""
 
+import math
 import os
 from datetime import timedelta
 
@@ -16,6 +17,8 @@ from .context import ParallelContext
 from .megatron import megatron_config
 
 TIMEOUT_VARIABLE = "DEPTHBENCH_TIMEOUT_SECONDS"  # of collective operations; a launcher's word on the cluster
+# a pipeline's watchdog comes first, and says more than a process group's own timeout
+LONGER_THAN_THE_WATCHDOG = 2.0
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -40,6 +43,14 @@ def world_from_environment() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def collective_seconds(run: RunConfig) -> float:
+    """How long a collective operation may wait: as the launcher says, but longer than a stage waits for a message."""
+    seconds = float(os.environ.get(TIMEOUT_VARIABLE, 1800))
+    if run.parallel.pipeline > 1 and run.pipeline.timeout is not None:
+        return max(seconds, LONGER_THAN_THE_WATCHDOG * run.pipeline.timeout)
+    return seconds
+
+
 def start(run: RunConfig) -> ParallelContext:
     """Join the world, divide it by `run.parallel`, and return this rank's place. Call once a process."""
     if run.train.deterministic:  # read when the libraries start
@@ -47,6 +58,7 @@ def start(run: RunConfig) -> ParallelContext:
         os.environ.setdefault("NCCL_ALGO", "Ring")
     cpu_stand_in.install()
     rank, world_size, local_rank = world_from_environment()
+    seconds = collective_seconds(run)
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
@@ -60,7 +72,7 @@ def start(run: RunConfig) -> ParallelContext:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, 1800))),
+            timeout=timedelta(seconds=seconds),
             device_id=torch.device("cuda", local_rank) if cuda else None,
         )
     if run.train.deterministic:
@@ -70,6 +82,7 @@ def start(run: RunConfig) -> ParallelContext:
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=math.ceil(seconds / 60),  # of every group but the world, which has its own
         create_gloo_process_groups=False,  # our checkpoints do not use them
     )
     model_parallel_cuda_manual_seed(run.seed)  # Megatron's layers ask for its random-state tracker

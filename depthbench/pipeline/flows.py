@@ -11,11 +11,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from depthbench.parallel.startup import LONGER_THAN_THE_WATCHDOG
+
 Flows = dict[tuple[bool, int], dist.ProcessGroup]
 """(backward, colour of the sending stage) -> group."""
 
-# the watchdog comes first, and says more than a process group's own timeout
-_LONGER_THAN_THE_WATCHDOG = 2.0
 _FOR_EVER = timedelta(days=365)
 
 
@@ -26,7 +26,7 @@ def colour(sender: int, stages: int) -> int:
 
 def make_flows(pipeline_group: dist.ProcessGroup, timeout: float | None) -> Flows:
     """A collective call of the whole world, which every process makes for its own pipeline. timeout: the watchdog's."""
-    limit = _FOR_EVER if timeout is None else timedelta(seconds=_LONGER_THAN_THE_WATCHDOG * timeout)
+    limit = _FOR_EVER if timeout is None else timedelta(seconds=LONGER_THAN_THE_WATCHDOG * timeout)
     mine = tuple(dist.get_process_group_ranks(pipeline_group))
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -50,8 +50,11 @@ def layout(num_layers: int, stages: int, chunks_per_stage: int, blocks: Sequence
             "set parallel.virtual_pipeline=1"
         )
     if chunks > num_layers:
+        most = max(num_layers // stages, 1)
+        fewer = "" if stages <= num_layers else f"parallel.pipeline={num_layers} and "
         raise ValueError(
-            f"{named} for model.num_layers={num_layers}: a chunk would hold no block; at most {num_layers}"
+            f"{named} for model.num_layers={num_layers}: a chunk would hold no block; at most {num_layers} chunks: set "
+            f"{fewer}parallel.virtual_pipeline={most}"
         )
     if blocks is None:
         if num_layers % chunks:
@@ -64,7 +67,7 @@ def layout(num_layers: int, stages: int, chunks_per_stage: int, blocks: Sequence
         raise ValueError(
             f"pipeline.blocks_per_chunk={list(blocks)} has {len(blocks)} entries that add up to {sum(blocks)}; it "
             f"needs one of at least 1 for each of {named}, {num_layers} in all, for example "
-            f"{list(balanced(num_layers, chunks))}"
+            f"pipeline.blocks_per_chunk={list(balanced(num_layers, chunks))}"
         )
     return Layout(stages, (0, *accumulate(blocks)))
 

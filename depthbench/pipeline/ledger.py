@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """bytes: of tensors. header_bytes: of headers, beside them."""
+    """tensors: as many as the plan packs on the edge; that no others are in the messages, their size says. bytes: of
+    tensors. header_bytes: of headers, beside them."""
 
     messages: int = 0
     tensors: int = 0

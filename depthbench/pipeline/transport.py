@@ -66,11 +66,14 @@ class Transport:
         Leaves the ledger and the cache's peak to be read.
 
         After a pass that an exception has ended on every process, the next one starts clean: nothing is left in the
-        cache, and messages that were on their way stay in process groups that are not used again. (On a GPU a message
-        that never comes holds up the stream that waits for it; there the watchdog ends the process.)
+        cache, and messages that were on their way end with their process groups, which others replace. (On a GPU a
+        message that never comes holds up the stream that waits for it; there the watchdog ends the process.)
         """
         if self.interrupted:
+            replaced = self.link.flows.values()
             self.link = replace(self.link, flows=make_flows(self.pp_group, self.options.timeout))
+            for group in replaced:  # only now have all processes left the pass
+                dist.destroy_process_group(group)
             self.interrupted = False
         self.shares.own = own
         self.cache.clear()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -18,21 +18,26 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 EXIT_CODE = 4
 
 
-def _end(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-    get_error_handler().record_exception(TimeoutError(text))  # under torchrun into a file, which a Slurm job reads
-    os._exit(EXIT_CODE)
+def _end(text: str, delay: float) -> None:
+    """Ends the process whatever becomes of the words: stderr may be closed, a disk full. delay: seconds until then."""
+    try:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # under torchrun into a file, which a Slurm job reads
+            get_error_handler().record_exception(TimeoutError(text))
+        time.sleep(delay)
+    finally:
+        os._exit(EXIT_CODE)
 
 
 class Watchdog:
-    """limit: seconds; none: never. A thread looks at what this process waits for."""
+    """limit: seconds; none: never. A thread looks at what this process waits for, as long as the process lives."""
 
-    def __init__(self, limit: float | None, where: str, end: Callable[[str], None] = _end) -> None:
+    def __init__(self, limit: float | None, where: str, end: Callable[[str, float], None] = _end) -> None:
         self.where, self.end = where, end
         self._lock = threading.Lock()
         self._waits: dict[int, tuple[float, str, Any]] = {}
         self._next = 0
-        self._stop = threading.Event()
         if limit:
             threading.Thread(target=self._watch, args=(limit,), daemon=True, name="pipeline-watchdog").start()
 
@@ -50,7 +55,9 @@ class Watchdog:
                     self._waits.pop(key, None)
 
     def _watch(self, limit: float) -> None:
-        while not self._stop.wait(min(limit / 4, 5.0)):
+        every = min(limit / 4, 5.0)
+        while True:
+            time.sleep(every)
             now = time.monotonic()
             with self._lock:
                 for key, (_, _, work) in list(self._waits.items()):
@@ -59,8 +66,7 @@ class Watchdog:
                 late = [(now - began, what) for began, what, _ in self._waits.values() if now - began > limit]
             if late:
                 seconds, what = max(late)
-                self.end(f"{self.where}: waited {seconds:.0f} s for the {what} (limit {limit:.0f} s); giving up")
+                text = f"{self.where}: waited {seconds:.0f} s for the {what} (limit {limit:g} s); giving up"
+                # the first process to end takes the others with it: until then they have looked too, and said their own
+                self.end(text, 2 * every)
                 return
-
-    def close(self) -> None:
-        self._stop.set()

@@ -30,8 +30,10 @@ class BatchLoss(NamedTuple):
 
 def forward_step(batches: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
     """What the schedule calls for each microbatch and chunk. Of all but the last chunk it takes the message alone."""
-    device = torch.cuda.current_device()
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
+    device, span = torch.cuda.current_device(), chunk.module.span
+    batch = next(batches)
+    read = [*(["tokens"] if span.has_embedding else []), *(["labels", "loss_mask"] if span.has_head else [])]
+    batch = {**batch, **{name: batch[name].to(device, non_blocking=True) for name in read}}
     losses_SB = chunk(batch["tokens"], batch["labels"])
 
     def masked_sum(losses_SB: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,7 +53,8 @@ def test_weights_stay_their_masters(architecture: str, residual: dict[str, Any])
 )
 def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, options: dict[str, Any]) -> None:
     """Mean relative error of all parameters' gradients over several models, against the float64 reference at the same
-    rounded weights. It is the passes' own rounding, hardly that of the edges: what edges add, `test_cache` shows."""
+    rounded weights. It is the passes' own rounding, hardly that of the edges, and so equal but for chance, to which
+    2 % are left: what edges add, `test_cache` shows, value by value."""
     count = 4
     train = {"precision": "bf16", "global_batch": count, "micro_batch": 1}
     pipeline = {"pipeline": 2, "virtual_pipeline": 4}
@@ -89,4 +90,4 @@ def test_cached_gradients_err_no_more_than_resent_ones(architecture: str, option
             row.append(sum(wrong) / len(wrong))
         errors.append(row)
     cached, resent = (sum(row[i] for row in errors) for i in (0, 1))
-    assert cached == pytest.approx(resent, rel=0.02)
+    assert cached <= 1.02 * resent

@@ -282,6 +282,18 @@ def test_at_most_what_the_papers_formula_says(stages: int, virtual: int, per_chu
     assert sum(counts(residual, where, cache=False)) == chunks * (chunks - 1) // 2 * per_chunk + chunks - 1
 
 
+@pytest.mark.parametrize("b", [3, 8, 12])
+@pytest.mark.parametrize(
+    ("stages", "virtual"), [(2, 2), (2, 3), (2, 4), (3, 1), (3, 4), (4, 1), (4, 3), (8, 1), (8, 4)]
+)
+def test_at_most_what_the_papers_formula_says_where_blocks_span_chunks(stages: int, virtual: int, b: int) -> None:
+    """Chunks of four sublayers: how many blocks each of them completes differs, and N_p is their mean."""
+    chunks = stages * virtual
+    residual, where = block_attnres(b, 2 * chunks), layout(2 * chunks, stages, virtual)
+    formula = (stages * (stages - 1) / 2 + (virtual - 1) * stages**2) * 4 / b
+    assert sum(counts(residual, where, cache=True)) <= formula + stages - 1  # and the embedding
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 def only(residual: Residual, where: Layout) -> Edge:
     (edge,) = edges(residual, where, cache=True)

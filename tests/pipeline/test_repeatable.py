@@ -8,30 +8,26 @@ import torch
 from depthbench.config.schema import RunConfig
 from depthbench.training.step import run_microbatches
 from tests.harness import run_workers
-from tests.models import Weights, assemble, model_pieces, small_run, start_model
+from tests.models import ARCHITECTURES, Weights, assemble, model_pieces, small_run, start_model
 from tests.parallel.test_layouts import microbatches
 
-# short histories: every depth read is direct; shared passes over sources are cut at a stage's edge, and round apart
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("pre_ln", {}),
-    ("deepnorm", {}),
-    ("hc", {}),
-    ("mhc", {}),
-    ("moda", {}),
-    ("block_attnres", {"sublayers_per_block": 5}),
-]
 TRAIN = {"precision": "fp32", "global_batch": 8, "micro_batch": 2}
 PIPELINES: dict[str, dict[str, Any]] = {"pp2": {"pipeline": 2}, "pp2_vp2": {"pipeline": 2, "virtual_pipeline": 2}}
 
 
-def gradients(rank: int, world_size: int, store: str, run: RunConfig) -> Any:
+def gradients(rank: int, world_size: int, store: str, run: RunConfig, direct: bool) -> Any:
+    """direct: each read of the depth state passes over its sources alone. A stage's edge cuts a pass that several reads
+    share, which then rounds apart."""
     model = start_model(rank, world_size, store, run)
+    if direct:
+        for stage in model.stages:
+            stage.share_reads(1)
     run_microbatches(model, microbatches(run, 0, 0, 1), forward_only=False)
     return model_pieces(model, "main_grad")
 
 
-def whole(run: RunConfig) -> Weights:
-    return assemble(run_workers(run.parallel.pipeline, gradients, run))
+def whole(run: RunConfig, direct: bool = False) -> Weights:
+    return assemble(run_workers(run.parallel.pipeline, gradients, run, direct))
 
 
 def assert_equal(one: Weights, other: Weights) -> None:
@@ -39,13 +35,13 @@ def assert_equal(one: Weights, other: Weights) -> None:
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
-@pytest.mark.parametrize(("architecture", "residual"), CASES)
+@pytest.mark.parametrize(("architecture", "residual"), [(name, residual) for name, residual, _ in ARCHITECTURES])
 def test_without_the_cache_equal_to_one_process(architecture: str, residual: dict[str, Any]) -> None:
-    expected = whole(small_run(architecture, residual, train=TRAIN))
+    expected = whole(small_run(architecture, residual, train=TRAIN), direct=True)
     for parallel in PIPELINES.values():
         pipeline = {"history_cache": False}
         run = small_run(architecture, residual, parallel=parallel, pipeline=pipeline, train=TRAIN)
-        assert_equal(whole(run), expected)
+        assert_equal(whole(run, direct=True), expected)
 
 
 @pytest.mark.parametrize(("architecture", "residual"), [("moda", {}), ("block_attnres", {"sublayers_per_block": 1})])

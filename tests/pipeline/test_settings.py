@@ -39,8 +39,15 @@ REFUSED: dict[str, tuple[str, int, str, str]] = {
         "parallel.pipeline=2 parallel.virtual_pipeline=4",
         2,
         "parallel.pipeline=2 x parallel.virtual_pipeline=4 = 8 chunks for model.num_layers=6: a chunk would hold no "
-        "block; at most 6",
+        "block; at most 6 chunks: set parallel.virtual_pipeline=3",
         "parallel.virtual_pipeline=3",
+    ),
+    "more stages than blocks": (
+        f"parallel.pipeline=8 parallel.virtual_pipeline=2 {BATCH.format(384)}",
+        24,
+        "parallel.pipeline=8 x parallel.virtual_pipeline=2 = 16 chunks for model.num_layers=6: a chunk would hold no "
+        "block; at most 6 chunks: set parallel.pipeline=6 and parallel.virtual_pipeline=1",
+        "parallel.pipeline=6 parallel.virtual_pipeline=1",
     ),
     "interleaving without stages": (
         "parallel.virtual_pipeline=2",
@@ -52,7 +59,8 @@ REFUSED: dict[str, tuple[str, int, str, str]] = {
         f"{P2} pipeline.blocks_per_chunk=[6]",
         2,
         "pipeline.blocks_per_chunk=[6] has 1 entries that add up to 6; it needs one of at least 1 for each of "
-        "parallel.pipeline=2 x parallel.virtual_pipeline=1 = 2 chunks, 6 in all, for example [3, 3]",
+        "parallel.pipeline=2 x parallel.virtual_pipeline=1 = 2 chunks, 6 in all, for example "
+        "pipeline.blocks_per_chunk=[3, 3]",
         "pipeline.blocks_per_chunk=[3,3]",
     ),
     "a list of another sum": (
@@ -86,19 +94,20 @@ REFUSED: dict[str, tuple[str, int, str, str]] = {
         2,
         "pipeline.overlap_p2p=true needs the interleaved schedule: parallel.virtual_pipeline is 1; set it to 2 or "
         "more, or pipeline.overlap_p2p=false",
-        "parallel.virtual_pipeline=3",
+        "pipeline.overlap_p2p=false",
     ),
     "a group without interleaving": (
         f"{P2} pipeline.microbatch_group=2",
         2,
-        "pipeline.microbatch_group=2 needs the interleaved schedule: parallel.virtual_pipeline is 1",
-        "parallel.virtual_pipeline=3",
+        "pipeline.microbatch_group=2 needs the interleaved schedule: parallel.virtual_pipeline is 1; set it to 2 or "
+        "more, or pipeline.microbatch_group=null",
+        "pipeline.microbatch_group=null",
     ),
     "a group smaller than the stages": (
         f"{P2_V3} pipeline.microbatch_group=1",
         2,
         "pipeline.microbatch_group=1 must lie between 2 stages and 2 microbatches a step (train.global_batch=32 / "
-        "train.micro_batch=16 / 1 data-parallel ranks)",
+        "train.micro_batch=16 / 1 data-parallel ranks): set pipeline.microbatch_group=2",
         "pipeline.microbatch_group=2",
     ),
     "a group larger than a step": (
@@ -112,7 +121,7 @@ REFUSED: dict[str, tuple[str, int, str, str]] = {
         2,
         "5 microbatches a step (train.global_batch=80 / train.micro_batch=16 / 1 data-parallel ranks) leave a last "
         "group of 1 after groups of pipeline.microbatch_group=4; the schedule wants none or at least "
-        "parallel.pipeline=2: set train.global_batch=64, or another group",
+        "parallel.pipeline=2: set train.global_batch=64, or pipeline.microbatch_group=3",
         BATCH.format(64),
     ),
     "an odd number of microbatches in groups of two": (
@@ -120,7 +129,7 @@ REFUSED: dict[str, tuple[str, int, str, str]] = {
         4,
         "3 microbatches a step (train.global_batch=96 / train.micro_batch=16 / 2 data-parallel ranks) leave a last "
         "group of 1 after groups of pipeline.microbatch_group=2; the schedule wants none or at least "
-        "parallel.pipeline=2: set train.global_batch=64, or another group",
+        "parallel.pipeline=2: set train.global_batch=64, or pipeline.microbatch_group=3",
         "pipeline.microbatch_group=3",
     ),
     "no time to wait": (f"{P2} pipeline.timeout=0", 2, "pipeline.timeout=0.0 must be above 0", "pipeline.timeout=null"),
@@ -171,10 +180,14 @@ def run_of(words: str) -> RunConfig:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_refused_and_the_advice_works(name: str) -> None:
-    """The numbers of both sides are in the message, and what it proposes passes."""
+    """The numbers of both sides are in the message, and what it proposes passes (where it leaves the choice: one of
+    several)."""
     words, world_size, message, advice = REFUSED[name]
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)) as refusal:
         check_run(run_of(words), world_size)
+    if not message.endswith(("must be above 0", "start a multiple of 4")):
+        said = str(refusal.value).replace(", ", ",")
+        assert not [word for word in advice.split() if word not in said]
     check_run(run_of(f"{words} {advice}"), world_size)
 
 
