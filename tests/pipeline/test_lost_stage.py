@@ -50,11 +50,11 @@ def test_the_watchdog_names_the_message(corpus: Corpus, tmp_path: Path, capfd: p
         tmp_path / "run",
         model={"num_layers": 4},
         parallel={"pipeline": 2, "virtual_pipeline": 2},
-        pipeline={"timeout": 4.0},
+        pipeline={"timeout": 8.0},
         train={"eval_every": 0},
     )
     codes, _, _ = start_workers(2, training, run, silent_from_step(2, tmp_path))
     assert codes[0] == EXIT_CODE
     said = capfd.readouterr().err
     assert "rank 0, pipeline stage 0: waited" in said
-    assert re.search(r"for the forward message of microbatch \d, chunk \d to \d \(limit 4 s\); giving up", said)
+    assert re.search(r"for the forward message of microbatch \d, chunk \d to \d \(limit 8 s\); giving up", said)

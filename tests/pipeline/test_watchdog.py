@@ -200,7 +200,7 @@ def waiting_stage(rank: int, store: str, run: RunConfig) -> None:
 
 def test_every_waiting_rank_says_for_what(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Although the first process that ends has the others ended at once, here as by torchrun."""
-    run = small_run("pre_ln", parallel={"pipeline": 4}, train={"global_batch": 8}, pipeline={"timeout": 4.0})
+    run = small_run("pre_ln", parallel={"pipeline": 4}, train={"global_batch": 8}, pipeline={"timeout": 8.0})
     started = start_processes(waiting_stage, (str(tmp_path / "store"), run), nprocs=4, join=False, start_method="fork")
     assert started
     with pytest.raises(ProcessExitedException) as caught:
