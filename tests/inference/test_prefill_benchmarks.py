@@ -41,6 +41,7 @@ def test_smaller_chunks(tmp_path: Path) -> None:
     run_workers(1, smaller_chunks, tmp_path / "chunks.json")
     whole, quarter = json.loads((tmp_path / "chunks.json").read_text())["rows"]
     assert (whole["chunk"], quarter["chunk"]) == (32, 8)
+    assert whole["speed"] == 1 and quarter["quartiles"][0] <= quarter["speed"] <= quarter["quartiles"][1]
     assert whole["planned_depth_state"] == 4 * quarter["planned_depth_state"] and whole["peak"] > quarter["peak"]
 
 
