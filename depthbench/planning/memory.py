@@ -35,7 +35,8 @@ from .pipeline import ELEMENT_BYTES, STATE_BYTES, cached_bytes
 @dataclass(frozen=True)
 class Kernels:
     """norm_copies: tensors of the statistics' dtype that an RMS norm keeps; keeps_input: whether its input beside them
-    (in that dtype already, the input is one of them). fused_update: AdamW over all weights at once, with copies."""
+    (in that dtype already, the input is one of them). fused_update: AdamW over all weights at once, with a copy of all;
+    else one weight after another, with two copies of it."""
 
     norm_copies: int
     keeps_input: bool
@@ -103,7 +104,7 @@ def assumptions(run: RunConfig) -> list[str]:
         f"recomputation {run.parallel.recompute.value}; attention through a flash kernel, which keeps no scores",
         "norms in one kernel, which keeps its input alone (torch's on CUDA; old versions keep a float32 copy)",
         "gradients in one buffer of all weights; a weight's gradient also once on its own, while it is added to that",
-        "the loss in float32 over all logits of a microbatch at once",
+        "the loss in float32 over all logits of a microbatch at once, with their gradient in the logits' dtype as well",
     ]
 
 
@@ -127,7 +128,7 @@ class _Stage:
         mixed = run.train.precision is Precision.BF16
         state = STATE_BYTES[run.train.precision]
         owned = -(-count // self.replicas) if run.parallel.distributed_optimizer else count
-        updated = owned if self.kernels.fused_update else min(owned, largest)
+        updated = owned if self.kernels.fused_update else 2 * min(owned, largest)
         return RankMemory(
             stage=self.stage,
             weights=count * self.element,
@@ -261,6 +262,8 @@ class _Stage:
         rows = model.padded_vocab(self.ranks) // self.ranks
         logits = self.tokens * rows
         readout = self._read_and_write(2 * model.num_layers) + self.element * self.tokens * model.hidden_size
-        loss = readout + logits * (self.element + self.wide)
+        # a float32 copy beside the logits, and at backward's end the gradient in the logits' own dtype beside both
+        narrowed = self.element if self.element < self.wide else 0
+        loss = readout + logits * (self.element + self.wide + narrowed)
         head = readout + self.element * (logits + rows * model.hidden_size)
         return max(block, loss, head)
