@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-
 from depthbench.config.load import load_run
 from depthbench.errors import UserError
 from depthbench.options import at_least
+from depthbench.planning.console import print_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +74,7 @@ def _report(folder: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(summary.as_dict(), indent=2))
     else:
-        Console().print(summary_table(summary))
+        print_tables(summary_table(summary))
         print("\n".join(map(str, written)))
     return 0
 
@@ -91,7 +90,7 @@ def _compare(first: Path, second: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(comparison.as_dict(), indent=2))
     else:
-        Console().print(comparison_table(comparison))
+        print_tables(comparison_table(comparison))
         print(page)
     return 0
 

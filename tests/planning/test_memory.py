@@ -50,7 +50,12 @@ MEASURED: dict[str, dict[str, tuple[str, ...]]] = {
         "mhc": ("single", "pp2_full"),
         "keel": ("pp2_vp2",),
     },
-    "bf16": {"pre_ln": ("dp2", "pp2_vocabulary"), "full_attnres": ("pp2_full",), "hc": ("pp2_vp2",), "moda": ("tp2_sp",)},
+    "bf16": {
+        "pre_ln": ("dp2", "pp2_vocabulary"),
+        "full_attnres": ("pp2_full",),
+        "hc": ("pp2_vp2",),
+        "moda": ("tp2_sp",),
+    },
 }
 CASES = [(p, name, layout) for p, names in MEASURED.items() for name, layouts in names.items() for layout in layouts]
 
