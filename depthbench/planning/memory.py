@@ -30,6 +30,7 @@ from depthbench.pipeline.order import runs
 
 from .parameters import rank_weights
 from .pipeline import ELEMENT_BYTES, STATE_BYTES, cached_bytes
+from .schedule import warmup_runs
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RankMemory:
     weights, gradients, optimizer: between steps as well; optimizer is master weights and moments. activations: of all
     microbatches in flight, history in the stage's cache with them (`history_cache` of that is kept for later chunks).
     messages: buffers between stages. backward: what comes and goes while backward is in one block or the loss, beyond
-    what is kept; logits are in it. update: what the optimizer's step takes for a while; the pass's part is free then.
+    what is kept (`logits` of that, before the loss turns them to float32). update: what the optimizer's step takes for a while; the pass's part is free then.
     """
 
     stage: int
@@ -65,6 +66,7 @@ class RankMemory:
     history_cache: int
     messages: int
     backward: int
+    logits: int
     update: int
 
     @property
@@ -139,6 +141,7 @@ class _Stage:
             messages=self._messages(),
             # instead of backward a stage may be packing its next message
             backward=max(self._largest_messages()[0], *(self._backward(*span) for span in spans)),
+            logits=self._logits() * self.element if self.layout.num_chunks - 1 in chunks else 0,
             update=updated * state,
         )
 
@@ -214,21 +217,18 @@ class _Stage:
 
     def _in_flight(self) -> int:
         """The most that a stage keeps of all microbatches at once."""
-        stages, chunks, group = self.layout.num_stages, self.layout.chunks_per_stage, microbatch_group(self.run)
-        count = microbatches(self.run, self.world_size)
-        behind = stages - self.stage - 1
-        warmup = 2 * behind + (chunks - 1) * group if chunks > 1 else behind
+        group, count = microbatch_group(self.run), microbatches(self.run, self.world_size)
         kept = {chunk: self._chunk(chunk) for chunk in self.layout.chunks_of(self.stage)}
         forward = list(runs(self.layout, self.stage, count, group))
         backward = list(runs(self.layout, self.stage, count, group, backward=True))
-        warmup = min(warmup, len(forward))
+        warmup = min(warmup_runs(self.layout, self.stage, group), len(forward))
         held = peak = 0
         for number, (chunk, _) in enumerate(forward):
             held += kept[chunk]
             peak = max(peak, held)
             if number >= warmup:
                 held -= kept[backward[number - warmup][0]]
-            if number > warmup + 2 * chunks * group and count % group == 0:
+            if number > warmup + 2 * self.layout.chunks_per_stage * group and count % group == 0:
                 break  # it repeats itself
         return peak
 
@@ -246,6 +246,10 @@ class _Stage:
         chunks = self.layout.chunks_of(self.stage)
         return max(sizes.get(chunk + 1, 0) for chunk in chunks), max(sizes.get(chunk, 0) for chunk in chunks)
 
+    def _logits(self) -> int:
+        """Elements."""
+        return self.tokens * self.run.model.padded_vocab(self.ranks) // self.ranks
+
     def _backward(self, first: int, last: int) -> int:
         """Beyond what is kept: of a block's MLP, the gradients of gate and up with their weights' while the product is
         free already; before that, where it was recomputed, the rest of the block; of the loss, logits and more."""
@@ -259,8 +263,7 @@ class _Stage:
             block += max(map(self._block, range(first, last))) - self.element * kept
         if last < model.num_layers:
             return block
-        rows = model.padded_vocab(self.ranks) // self.ranks
-        logits = self.tokens * rows
+        rows, logits = model.padded_vocab(self.ranks) // self.ranks, self._logits()
         readout = self._read_and_write(2 * model.num_layers) + self.element * self.tokens * model.hidden_size
         # a float32 copy beside the logits, and at backward's end the gradient in the logits' own dtype beside both
         narrowed = self.element if self.element < self.wide else 0

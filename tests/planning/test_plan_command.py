@@ -77,6 +77,9 @@ def test_json_of_a_pipeline_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
         *((chunk + 1, chunk) for chunk in reversed(range(7))),
     ]
     token = 4 * 1024 * 2  # bytes of a microbatch's token position in bf16, four sequences
+    # by the paper's scheme a stage's second chunk gets what was not there before the first one ran, its own sources
+    # among it; there was the embedding alone before chunk 0
+    paper = {1: 7, 2: 13, 3: 19, 4: 25 - 1, 5: 31 - 7, 6: 37 - 13, 7: 43 - 19}
     for edge in edges:
         # a chunk leaves 6 sources (three layers of two sublayers); stages 4.. have those of the chunk before
         receiver = max(edge["from"], edge["to"])
@@ -85,12 +88,27 @@ def test_json_of_a_pipeline_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
         assert edge["live_tensors"] == 0 and edge["history_tensors"] == 6 * receiver + 1 - known
         assert edge["bytes_without_cache"] == (6 * receiver + 1) * per_source
         assert edge["bytes"] == edge["history_tensors"] * per_source
+        assert edge["bytes_paper"] == paper[receiver] * 16_777_216
     assert [stage["stage"] for stage in shown["memory"]["stages"]] == [0, 1, 2, 3] and len(shown["cache_bytes"]) == 4
+    # 50,280 rows, padded to 50,432 for two ranks; 4 x 2,048 tokens
+    assert [stage["logits"] for stage in shown["memory"]["stages"]] == [0, 0, 0, 8192 * 25_216 * 2]
     assert [stage["history_cache"] for stage in shown["memory"]["stages"]] == shown["cache_bytes"]
     assert shown["memory"]["peak"] == max(stage["peak"] for stage in shown["memory"]["stages"])
     assert shown["world_size"] == 16 and all(size > 0 for size in shown["data_parallel_bytes"])
     assert 0 < shown["bubble"] < 1 and shown["bubble"] == shown["time"]["bubble"]
     assert shown["step_seconds"] == shown["time"]["step"] > 0 and shown["fits"]
+
+
+def test_json_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four, each sends three quarters of every weight's bytes twice in rings: its gradient in float32, and then the
+    updated weight in bf16, or without the distributed optimizer the gradient again. The vocabulary's 50,280 rows are
+    padded to 50,304, in two tables."""
+    weights = 405_406_720 + 2 * 24 * 1024
+    for sharded, sent in (("true", weights * 6 * 3 // 4), ("false", weights * 8 * 3 // 4)):
+        words = ["train.micro_batch=4", f"parallel.distributed_optimizer={sharded}"]
+        words += ["parallel.overlap_param_gather=false", "--gpus", "4", "--json"]
+        assert plan("depthbench_400m", *words) == 0
+        assert json.loads(capsys.readouterr().out)["data_parallel_bytes"] == [sent]
 
 
 # tokens of the paper's figure: bf16, keys and values of all layers
