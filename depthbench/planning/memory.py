@@ -55,7 +55,8 @@ class RankMemory:
     weights, gradients, optimizer: between steps as well; optimizer is master weights and moments. activations: of all
     microbatches in flight, history in the stage's cache with them (`history_cache` of that is kept for later chunks).
     messages: buffers between stages. backward: what comes and goes while backward is in one block or the loss, beyond
-    what is kept (`logits` of that, before the loss turns them to float32). update: what the optimizer's step takes for a while; the pass's part is free then.
+    what is kept (`logits` of that, as the head makes them). update: what the optimizer's step takes for a while; the
+    pass's part is free then.
     """
 
     stage: int
