@@ -229,7 +229,7 @@ def test_a_deep_pipeline_on_a_narrow_console(
     assert row.split("│")[2:-1] == [f" {stage.peak / 2**30:.3f} " for stage in stages] and "…" not in shown
 
 
-@pytest.mark.parametrize("words", ["", "--cluster h100 --gpus 64", "--cluster h100 --gpus 8 --search"])
+@pytest.mark.parametrize("words", ["", "--cluster h100 --gpus 8 --search"])
 def test_megatron_is_not_imported(words: str) -> None:
     code = f"""
 import argparse, sys
