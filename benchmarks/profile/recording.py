@@ -4,8 +4,8 @@
 
 Prints of the ratios of neighbouring steps the median, its 95 % confidence interval and the quartiles: of the time that
 a step takes, and of the processor time of rank 0, which other programs on the machine disturb less. Then what the
-recorder's part of a step is by itself: how many spans a step has, times what a span takes. That leaves out what a message
-costs beyond its spans. The quickstart's data has to be prepared (launch/quickstart.sh).
+recorder's part of a step is by itself: how many spans a step has, times what a span takes. (That leaves out what a
+message costs beyond its spans.) The quickstart's data has to be prepared (launch/quickstart.sh).
 """
 
 import argparse
