@@ -32,8 +32,10 @@ from depthbench.profiling.report import write_report
 from depthbench.profiling.timeline import draw_timeline
 
 if TYPE_CHECKING:
+    from docs.browser import CHROMIUM, FLAGS, MISSING
     from docs.make_reference import replaced
 else:  # as a script, this folder is on the path
+    from browser import CHROMIUM, FLAGS, MISSING
     from make_reference import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,13 +99,10 @@ def picture(page: Path, path: Path, scratch: Path) -> None:
     shown = ("<h2>Timeline", "<h2>Edges")
     text = _SECTION.sub(lambda found: found[0] if any(head in found[0] for head in shown) else "", text)
     (scratch / "shown.html").write_text(text, encoding="utf-8")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "no chromium: apt-get install --no-install-recommends chromium"
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
-    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+    assert CHROMIUM, MISSING
     where = (f"--user-data-dir={scratch / 'chromium'}", f"--window-size={WIDTH},{HEIGHT}")
     shot = scratch / "shot.png"
-    command = [chromium, *flags, *quiet, *where, f"--screenshot={shot}", (scratch / "shown.html").as_uri()]
+    command = [CHROMIUM, *FLAGS, *where, f"--screenshot={shot}", (scratch / "shown.html").as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     image = Image.open(shot).convert("RGB")
     rows = np.asarray(image)

@@ -30,6 +30,8 @@ else:  # as a script, this folder is on the path
     from make_reference import replaced, settle
 
 PAGE = Path(__file__).with_name("plan.md")
+DEPTHS = ("1600m_L28", "1600m_L40", "1600m_L54")
+MARKDOWN = ("assumed", "best")  # blocks that are no console's
 COMMAND = re.compile(r"^depthbench plan ((?:.*\\\n)*.*)", re.MULTILINE)
 
 
@@ -48,6 +50,23 @@ def searched(args: argparse.Namespace) -> Table:
     counts = [int(count) for count in args.gpus.split(",")]
 
     return search(load_run(args.run, args.overrides), load_cluster(args.cluster), peak_memory, counts).render()
+
+
+def best(args: argparse.Namespace) -> str:
+    """Of each depth and number of GPUs the fastest layout, as Markdown."""
+    heads = ["model", "GPUs", "tensor", "pipeline", "chunks", "data", "micro", "recompute"]
+    heads += ["GiB", "step, s", "bubble", "MFU", "GPU-hours"]
+    rows = [heads, ["---"] * 2 + ["---:"] * (len(heads) - 2)]
+    cluster, counts = load_cluster(args.cluster), [int(count) for count in args.gpus.split(",")]
+    for depth in DEPTHS:
+        run = load_run(args.run, [*args.overrides, f"model={depth}"])
+        for gpus, (choice,) in search(run, cluster, peak_memory, counts, shown=1).choices.items():
+            parallel, time = choice.run.parallel, choice.time
+            layout = (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, choice.replicas)
+            times = (f"{time.step:.3f}", f"{time.bubble:.1%}", f"{time.mfu:.1%}", f"{time.gpu_hours:,.0f}")
+            chosen = (*layout, choice.run.train.micro_batch, parallel.recompute.value)
+            rows.append([f"`{depth}`", *map(str, (gpus, *chosen)), f"{choice.memory / 2**30:.1f}", *times])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def shown(table: Table) -> str:
@@ -80,6 +99,7 @@ def blocks(page: str) -> dict[str, Callable[[], str]]:
         "assumed": lambda: assumed(plan),
         "refusal": lambda: refusal(words(page, 1)),
         "search": lambda: shown(searched(words(page, 2))),
+        "best": lambda: best(words(page, 3)),
     }
 
 
@@ -88,7 +108,7 @@ def updated(page: str) -> str:
     for name, generated in blocks(page).items():
         begin = f"<!-- begin generated: python docs/make_plan.py {name} -->"
         lines = "\n".join(line.rstrip() for line in generated().splitlines())
-        page = replaced(page, begin, lines if name == "assumed" else f"```\n{lines}\n```", PAGE.name)
+        page = replaced(page, begin, lines if name in MARKDOWN else f"```\n{lines}\n```", PAGE.name)
     return page
 
 

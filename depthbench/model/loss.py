@@ -42,7 +42,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_SB: Tensor) -> Any:
         logits_SBW, lse_SB, local_SB, mine_SB = ctx.saved_tensors
-        grad = logits_SBW.to(lse_SB.dtype).sub(lse_SB.unsqueeze(-1)).exp_()
+        grad = logits_SBW.to(lse_SB.dtype, copy=True).sub_(lse_SB.unsqueeze(-1)).exp_()
         grad[..., ctx.valid_rows :] = 0.0
         at = local_SB.unsqueeze(-1)  # one row a token, so gather and scatter suffice, and are deterministic
         grad.scatter_(-1, at, grad.gather(-1, at) - mine_SB.to(grad.dtype).unsqueeze(-1))

@@ -12,6 +12,7 @@ from depthbench.config.schema import RunConfig
 from depthbench.errors import UserError
 
 from .cluster import load_cluster
+from .console import print_tables
 from .memory import peak_memory
 from .plan import Plan, make_plan
 from .render import render, render_edges, render_memory, render_time
@@ -79,15 +80,13 @@ def _numbers(text: str | None) -> list[int] | None:
 
 def show(plan: Plan) -> None:
     """Print the plan as tables."""
-    console = Console()
-    console.print(render(plan))
-    console.print(render_memory(plan))
-    if plan.edges:
-        console.print(render_edges(plan))
-    if plan.time:
-        console.print(render_time(plan))
+    edges = [render_edges(plan)] if plan.edges else []
+    time = [render_time(plan)] if plan.time else []
+    print_tables(render(plan), render_memory(plan), *edges, *time)
     assumed = [*plan.memory_assumptions, *(plan.time.assumptions if plan.time else [])]
-    console.print("assumed:\n" + "\n".join(f"- {line}" for line in assumed), style="dim", highlight=False)
+    Console(soft_wrap=True).print(
+        "assumed:\n" + "\n".join(f"- {line}" for line in assumed), style="dim", highlight=False
+    )
 
 
 def _search(settings: RunConfig, words: list[str], cluster: str | None, gpus: list[int] | None, as_json: bool) -> int:
@@ -99,9 +98,10 @@ def _search(settings: RunConfig, words: list[str], cluster: str | None, gpus: li
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        Console().print(found.render())
+        print_tables(found.render())
         for count, choices in found.choices.items():
             if choices:
-                print(f"{count} GPUs: depthbench plan --cluster {cluster} --gpus {count} {shlex.join(words)} \\")
-                print("    " + " ".join(choices[0].overrides))
+                again = shlex.join(["plan", "--cluster", cluster, "--gpus", str(count), *words])
+                print(f"{count} GPUs: depthbench {again} \\")
+                print("    " + shlex.join(choices[0].overrides))
     return 0 if any(found.choices.values()) else 1

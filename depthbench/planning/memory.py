@@ -30,12 +30,14 @@ from depthbench.pipeline.order import runs
 
 from .parameters import rank_weights
 from .pipeline import ELEMENT_BYTES, STATE_BYTES, cached_bytes
+from .schedule import warmup_runs
 
 
 @dataclass(frozen=True)
 class Kernels:
     """norm_copies: tensors of the statistics' dtype that an RMS norm keeps; keeps_input: whether its input beside them
-    (in that dtype already, the input is one of them). fused_update: AdamW over all weights at once, with copies."""
+    (in that dtype already, the input is one of them). fused_update: AdamW over all weights at once, with a copy of all;
+    else one weight after another, with two copies of it."""
 
     norm_copies: int
     keeps_input: bool
@@ -53,7 +55,8 @@ class RankMemory:
     weights, gradients, optimizer: between steps as well; optimizer is master weights and moments. activations: of all
     microbatches in flight, history in the stage's cache with them (`history_cache` of that is kept for later chunks).
     messages: buffers between stages. backward: what comes and goes while backward is in one block or the loss, beyond
-    what is kept; logits are in it. update: what the optimizer's step takes for a while; the pass's part is free then.
+    what is kept (`logits` of that, as the head makes them). update: what the optimizer's step takes for a while; the
+    pass's part is free then.
     """
 
     stage: int
@@ -64,6 +67,7 @@ class RankMemory:
     history_cache: int
     messages: int
     backward: int
+    logits: int
     update: int
 
     @property
@@ -103,7 +107,7 @@ def assumptions(run: RunConfig) -> list[str]:
         f"recomputation {run.parallel.recompute.value}; attention through a flash kernel, which keeps no scores",
         "norms in one kernel, which keeps its input alone (torch's on CUDA; old versions keep a float32 copy)",
         "gradients in one buffer of all weights; a weight's gradient also once on its own, while it is added to that",
-        "the loss in float32 over all logits of a microbatch at once",
+        "the loss in float32 over all logits of a microbatch at once, with their gradient in the logits' dtype as well",
     ]
 
 
@@ -127,7 +131,7 @@ class _Stage:
         mixed = run.train.precision is Precision.BF16
         state = STATE_BYTES[run.train.precision]
         owned = -(-count // self.replicas) if run.parallel.distributed_optimizer else count
-        updated = owned if self.kernels.fused_update else min(owned, largest)
+        updated = owned if self.kernels.fused_update else 2 * min(owned, largest)
         return RankMemory(
             stage=self.stage,
             weights=count * self.element,
@@ -138,6 +142,7 @@ class _Stage:
             messages=self._messages(),
             # instead of backward a stage may be packing its next message
             backward=max(self._largest_messages()[0], *(self._backward(*span) for span in spans)),
+            logits=self._logits() * self.element if self.layout.num_chunks - 1 in chunks else 0,
             update=updated * state,
         )
 
@@ -213,21 +218,18 @@ class _Stage:
 
     def _in_flight(self) -> int:
         """The most that a stage keeps of all microbatches at once."""
-        stages, chunks, group = self.layout.num_stages, self.layout.chunks_per_stage, microbatch_group(self.run)
-        count = microbatches(self.run, self.world_size)
-        behind = stages - self.stage - 1
-        warmup = 2 * behind + (chunks - 1) * group if chunks > 1 else behind
+        group, count = microbatch_group(self.run), microbatches(self.run, self.world_size)
         kept = {chunk: self._chunk(chunk) for chunk in self.layout.chunks_of(self.stage)}
         forward = list(runs(self.layout, self.stage, count, group))
         backward = list(runs(self.layout, self.stage, count, group, backward=True))
-        warmup = min(warmup, len(forward))
+        warmup = min(warmup_runs(self.layout, self.stage, group), len(forward))
         held = peak = 0
         for number, (chunk, _) in enumerate(forward):
             held += kept[chunk]
             peak = max(peak, held)
             if number >= warmup:
                 held -= kept[backward[number - warmup][0]]
-            if number > warmup + 2 * chunks * group and count % group == 0:
+            if number > warmup + 2 * self.layout.chunks_per_stage * group and count % group == 0:
                 break  # it repeats itself
         return peak
 
@@ -245,6 +247,10 @@ class _Stage:
         chunks = self.layout.chunks_of(self.stage)
         return max(sizes.get(chunk + 1, 0) for chunk in chunks), max(sizes.get(chunk, 0) for chunk in chunks)
 
+    def _logits(self) -> int:
+        """Elements."""
+        return self.tokens * self.run.model.padded_vocab(self.ranks) // self.ranks
+
     def _backward(self, first: int, last: int) -> int:
         """Beyond what is kept: of a block's MLP, the gradients of gate and up with their weights' while the product is
         free already; before that, where it was recomputed, the rest of the block; of the loss, logits and more."""
@@ -258,9 +264,10 @@ class _Stage:
             block += max(map(self._block, range(first, last))) - self.element * kept
         if last < model.num_layers:
             return block
-        rows = model.padded_vocab(self.ranks) // self.ranks
-        logits = self.tokens * rows
+        rows, logits = model.padded_vocab(self.ranks) // self.ranks, self._logits()
         readout = self._read_and_write(2 * model.num_layers) + self.element * self.tokens * model.hidden_size
-        loss = readout + logits * (self.element + self.wide)
+        # a float32 copy beside the logits, and at backward's end the gradient in the logits' own dtype beside both
+        narrowed = self.element if self.element < self.wide else 0
+        loss = readout + logits * (self.element + self.wide + narrowed)
         head = readout + self.element * (logits + rows * model.hidden_size)
         return max(block, loss, head)

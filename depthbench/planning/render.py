@@ -53,6 +53,7 @@ def render_memory(plan: Plan) -> Table:
         table.add_column(str(rank.stage), justify="right")
     for part in parts:
         table.add_row(part, *(f"{getattr(rank, part) / 2**30:,.3f}" for rank in plan.memory))
+    table.add_row("in backward: logits", *(f"{rank.logits / 2**30:,.3f}" for rank in plan.memory))
     table.add_row("in activations: history for later chunks", *(f"{size / 2**30:,.3f}" for size in plan.cached_bytes))
     return table
 

@@ -70,6 +70,12 @@ def schedule(
     return stages
 
 
+def warmup_runs(layout: Layout, stage: int, group: int) -> int:
+    """How many forward runs of a stage come before the first backward one, where there are as many. group: as above."""
+    behind, chunks = layout.num_stages - stage - 1, layout.chunks_per_stage
+    return 2 * behind + (chunks - 1) * group if chunks > 1 else behind
+
+
 @dataclass
 class _Script:
     """The communicator's side: `depthbench.pipeline.communicator` without tensors.
@@ -151,7 +157,7 @@ class _Overlapped:
 def _one_chunk(layout: Layout, stage: int, script: _Script, forward: list[Compute], backward: list[Compute]) -> None:
     """1F1B: forward runs to warm up, pairs of a forward and a backward one, the remaining backward ones."""
     count, first, last = len(forward), stage == 0, stage == layout.num_stages - 1
-    warmup = min(layout.num_stages - stage - 1, count)
+    warmup = min(warmup_runs(layout, stage, 1), count)
     for run in forward[:warmup]:
         script.exchange(recv_prev=not first)
         script.actions.append(run)
@@ -214,8 +220,7 @@ def _interleaved(
     count, first, last = len(forward), stage == 0, stage == layout.num_stages - 1
     final = layout.num_chunks - 1
     ring = _Ring(layout, stage, [run.chunk for run in forward], [run.chunk for run in backward])
-    lead = 2 * (layout.num_stages - 1 - stage) + (layout.chunks_per_stage - 1) * group
-    warmup = min(lead, count) if backward else count
+    warmup = min(warmup_runs(layout, stage, group), count) if backward else count
     inputs, gradients = _Overlapped(script, False), _Overlapped(script, True)
 
     script.exchange(recv_prev=not first)

@@ -15,11 +15,14 @@ ROUNDS = 16
 
 class Clock(Protocol):
     """start: call when a recording begins; returns by how many microseconds the clock may be off the process's own.
-    mark: a point in time, taken cheaply. microseconds: on the process's monotonic clock; may wait for the device."""
+    mark: a point in time, taken cheaply. passed: whether the device has come to it. microseconds: on the process's
+    monotonic clock; may wait for the device."""
 
     def start(self) -> float: ...
 
     def mark(self) -> Any: ...
+
+    def passed(self, mark: Any) -> bool: ...
 
     def microseconds(self, mark: Any) -> float: ...
 
@@ -30,6 +33,9 @@ class CpuClock:
 
     def mark(self) -> float:
         return time.perf_counter_ns() / 1e3
+
+    def passed(self, mark: float) -> bool:
+        return True
 
     def microseconds(self, mark: float) -> float:
         return mark
@@ -56,6 +62,9 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
 
     def microseconds(self, mark: torch.cuda.Event) -> float:
         mark.synchronize()

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-
 from depthbench.config.load import load_run
 from depthbench.errors import UserError
 from depthbench.options import at_least
+from depthbench.planning.cluster import load_cluster
+from depthbench.planning.console import print_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="group choices and single settings")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to record (default: 3)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="a name under launch/clusters/ or a YAML file: the planned step beside them"
+    )
     parser.add_argument("--torch-trace", action="store_true", help="also torch.profiler's trace of each rank")
     parser.add_argument("--memory-snapshot", action="store_true", help="also CUDA's memory history of each rank")
     parser.add_argument("--report", metavar="FOLDER", help="make the files of a recording anew, and show its summary")
@@ -28,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate", metavar="FOLDER", help="a recording's pass by the plan's simulator; key=value: with another batch"
     )
-    parser.add_argument("--json", action="store_true", help="with --report, --compare: print JSON, no table")
+    parser.add_argument(
+        "--json", action="store_true", help="with --report, --compare, --simulate: print JSON, no table"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = [name for name in ("run", "report", "compare", "simulate") if getattr(args, name)]
     if len(chosen) != 1:
         raise UserError("give a RUN to record, or --report FOLDER, or --compare A B, or --simulate FOLDER")
+    if args.run and args.json:
+        raise UserError("--json is for --report, --compare and --simulate; a recording's files are JSON already")
+    if args.cluster and not args.run:
+        raise UserError(f"--cluster={args.cluster} is for a RUN to record: its plan is made then")
     if args.simulate:
         return _simulate(_recorded(args.simulate), args.overrides, args.json)
     if args.report:
@@ -55,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         torch_trace=args.torch_trace or settings.profile.torch_trace,
         memory_snapshot=args.memory_snapshot or settings.profile.memory_snapshot,
     )
-    return profile(replace(settings, profile=tools), args.warmup, args.steps)
+    cluster = load_cluster(args.cluster) if args.cluster else None
+    return profile(replace(settings, profile=tools), args.warmup, args.steps, cluster)
 
 
 def _recorded(folder: str) -> Path:
@@ -75,7 +85,7 @@ def _report(folder: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(summary.as_dict(), indent=2))
     else:
-        Console().print(summary_table(summary))
+        print_tables(summary_table(summary))
         print("\n".join(map(str, written)))
     return 0
 
@@ -91,7 +101,7 @@ def _compare(first: Path, second: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(comparison.as_dict(), indent=2))
     else:
-        Console().print(comparison_table(comparison))
+        print_tables(comparison_table(comparison))
         print(page)
     return 0
 

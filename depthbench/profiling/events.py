@@ -68,7 +68,8 @@ class RankRecord:
     """One rank's recording.
 
     data, pipeline, tensor: its place in the layout; pipeline is the stage. clock_error: microseconds by which its clock
-    may be off rank 0's. memory_bytes: the peak that a device's allocator held, None where none can be asked.
+    may be off rank 0's. memory_bytes: the peak that a device's allocator has held in the process, the steps before the
+    recorded ones included; None where none can be asked.
     cache_bytes: the history cache's peak. cache_hit_bytes: history that chunks took from the cache, all steps. tokens:
     of each recorded step, over all ranks.
     """
@@ -109,9 +110,17 @@ def save_rank(folder: Path, record: RankRecord) -> None:
     columns["end"] = [round(time, 3) for time in columns["end"]]
     plain = {name: value for name, value in vars(record).items() if name != "spans"}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _RANK.format(record.rank)
+    _write(folder / _RANK.format(record.rank), json.dumps({"format": FORMAT, **plain, "spans": columns}))
+
+
+def save_plan(folder: Path, plan: dict[str, Any]) -> None:
+    _write(folder / PLAN, json.dumps(plan, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    """Wholly or not at all."""
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps({"format": FORMAT, **plain, "spans": columns}))
+    scratch.write_text(text)
     scratch.rename(path)
 
 
@@ -123,8 +132,15 @@ def load_recording(folder: Path) -> Recording:
     ranks = [_load_rank(path) for path in files]
     found = {record.rank for record in ranks}
     missing = [rank for rank in range(max(record.world_size for record in ranks)) if rank not in found]
-    plan = folder / PLAN
-    return Recording(folder, ranks, missing, json.loads(plan.read_text()) if plan.is_file() else None)
+    return Recording(folder, ranks, missing, _load_plan(folder / PLAN))
+
+
+def _load_plan(path: Path) -> dict[str, Any] | None:
+    try:
+        plan: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    except ValueError as error:
+        raise UserError(f"{path} is no plan ({error}): delete it to go without, or record again") from error
+    return plan
 
 
 def _load_rank(path: Path) -> RankRecord:

@@ -1,4 +1,4 @@
-"""What a recording's plan.json says, where there is one: every key may be missing."""
+"""What a recording's plan.json says, where there is one: each of its outermost keys may be missing."""
 
 from dataclasses import dataclass, field
 from typing import Any

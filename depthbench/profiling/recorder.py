@@ -78,11 +78,12 @@ class Recorder:
         self.add(kind, begin, self.clock.mark())
 
     def spans(self, offset: float) -> list[Span]:
-        """All so far, in microseconds. offset: added to each time."""
+        """All that have passed, in microseconds. offset: added to each time."""
         times = self.clock.microseconds
         return [
             Span(t.kind, times(t.begin) + offset, times(t.end) + offset, t.step, *t.place, t.bytes, t.tensors)
             for t in self.taken
+            if self.clock.passed(t.end)
         ]
 
     # -- a step ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The recording of some steps of a run: set up on every rank, saved by every rank, turned into files by the first."""
 
-import json
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -15,11 +14,12 @@ from depthbench.config.schema import RunConfig
 from depthbench.config.validate import layout_of, microbatch_group, microbatches
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.transport import Transport
+from depthbench.planning.cluster import Cluster
 from depthbench.planning.memory import CPU, CUDA
 from depthbench.planning.plan import make_plan
 
 from .clocks import make_clock, offset_to_rank_0
-from .events import PLAN, Kind, RankRecord, load_recording, save_rank
+from .events import PLAN, Kind, RankRecord, load_recording, save_plan, save_rank
 from .recorder import Places, Recorder
 from .render import OUTPUTS, write_outputs
 
@@ -27,14 +27,20 @@ from .render import OUTPUTS, write_outputs
 class Session:
     """Records the steps `run.profile.steps` into `folder`. Made by all processes together.
 
-    optimizer: with methods `prepare` and `apply`.
+    optimizer: with methods `prepare` and `apply`. cluster: what the steps' time is planned for, if for any.
     """
 
     def __init__(
-        self, run: RunConfig, context: ParallelContext, transport: Transport | None, optimizer: Any, folder: Path
+        self,
+        run: RunConfig,
+        context: ParallelContext,
+        transport: Transport | None,
+        optimizer: Any,
+        folder: Path,
+        cluster: Cluster | None = None,
     ) -> None:
         assert run.profile.steps
-        self.run, self.context, self.folder = run, context, folder
+        self.run, self.context, self.folder, self.cluster = run, context, folder, cluster
         self.first, self.last = run.profile.steps
         count = microbatches(run, dist.get_world_size())
         places = Places(layout_of(run), context.pp_group.rank(), count, microbatch_group(run))
@@ -83,6 +89,9 @@ class Session:
             # of a recording with more ranks, perhaps; and what was made of it would look current, were this one to die
             for old in (*self.folder.glob("*rank-*"), *(self.folder / name for name in (PLAN, *OUTPUTS))):
                 old.unlink(missing_ok=True)
+            kernels = CUDA if torch.cuda.is_available() else CPU
+            plan = make_plan(self.run, None, dist.get_world_size(), self.cluster, kernels)
+            save_plan(self.folder, {**plan.as_dict(), "run": plain(self.run)})
         own_error = self.recorder.clock.start()
         offset, error = offset_to_rank_0()
         self.clock_error = own_error + error
@@ -107,8 +116,18 @@ class Session:
 
         memory_bytes: the most that this rank has held in a step, where no device's allocator can be asked.
         """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.keep(memory_bytes)
+        dist.barrier()
+        return self._outputs() if dist.get_rank() == 0 else ""
+
+    def keep(self, memory_bytes: int | None = None) -> None:
+        """Write what this rank has recorded, if that is not done yet. Waits for nobody, so that it can be called where
+        other ranks are lost and the device hangs."""
+        if not self.open:
+            return
         self.open = False
-        self.tools.close()
         if torch.cuda.is_available():
             memory_bytes = torch.cuda.max_memory_allocated()  # the job's so far: its metrics report that as well
         context = self.context
@@ -129,12 +148,7 @@ class Session:
         )
         self.recorder.taken.clear()  # a job goes on
         save_rank(self.folder, record)
-        if record.rank == 0:
-            kernels = CUDA if torch.cuda.is_available() else CPU
-            plan = make_plan(self.run, world_size=record.world_size, kernels=kernels).as_dict()
-            (self.folder / PLAN).write_text(json.dumps({**plan, "run": plain(self.run)}, indent=1))
-        dist.barrier()
-        return self._outputs() if record.rank == 0 else ""
+        self.tools.close()
 
     def _outputs(self) -> str:
         try:

@@ -1,13 +1,16 @@
 """`depthbench profile RUN`: a few steps of a run, recorded, that leave its folder's checkpoints alone."""
 
+import signal
 import time
 from dataclasses import replace
+from types import FrameType
 
 import torch
 from rich.console import Console
 
 from depthbench.config.schema import LogConfig, RunConfig
 from depthbench.parallel import startup
+from depthbench.planning.cluster import Cluster
 from depthbench.profiling.analysis import summarize
 from depthbench.profiling.events import load_recording
 from depthbench.profiling.live_storages import LiveStorages
@@ -31,8 +34,9 @@ def recorded(run: RunConfig, warmup: int, steps: int, measure: int) -> RunConfig
     )
 
 
-def profile(run: RunConfig, warmup: int, steps: int) -> int:
-    """Run and record on the processes that torchrun started; results lie in `profile/` of the run folder.
+def profile(run: RunConfig, warmup: int, steps: int, cluster: Cluster | None = None) -> int:
+    """Run and record on the processes that torchrun started; results lie in `profile/` of the run folder. cluster: what
+    the steps' time is planned for, if for any.
 
     Returns the exit status. Raises UserError, before any process group starts, for a run that cannot work.
     """
@@ -41,10 +45,11 @@ def profile(run: RunConfig, warmup: int, steps: int) -> int:
     run = recorded(run, warmup, steps, measure=0 if torch.cuda.is_available() else 1)
     ready = preflight(run, world_size, first_of_node=local_rank == 0)
     trainer = Trainer(run, ready, startup.start(run))
-    trainer.signals.restore()  # there is nothing to save
+    trainer.signals.restore()  # there is no checkpoint to save
+    signal.signal(signal.SIGTERM, _end)  # as torchrun sends where a rank is lost: what is recorded is kept
 
     def record() -> None:
-        trainer.record(ready.folder)
+        trainer.record(ready.folder, cluster)
         stream = trainer.stream()
         for _ in range(warmup + steps):
             began = time.perf_counter()
@@ -62,3 +67,7 @@ def profile(run: RunConfig, warmup: int, steps: int) -> int:
     if rank == 0 and code == 0:
         Console().print(summary_table(summarize(load_recording(ready.folder))))
     return code
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

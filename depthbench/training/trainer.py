@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from depthbench.model.build import build_stages
 from depthbench.parallel import startup
 from depthbench.parallel.context import ParallelContext
 from depthbench.pipeline.build import make_transport
+from depthbench.planning.cluster import Cluster
 from depthbench.planning.flops import train_per_token
 from depthbench.profiling.session import Session
 
@@ -73,10 +74,14 @@ def conduct(trainer: "Trainer", work: Callable[[], None]) -> int:
     try:
         work()
     except NonFiniteError as error:  # on all ranks alike
+        trainer.end_recording()
         trainer.writer.close()
         trainer.leave("failed", str(error))
         code = 3
     except BaseException as error:
+        with suppress(Exception):  # it is the first error that is to be told
+            if trainer.session:
+                trainer.session.keep()
         if trainer.leads:
             write_status(trainer.ready.folder, "failed", trainer.step, repr(error))
         raise
@@ -151,8 +156,7 @@ class Trainer:
             if stopped or self.step == last_step or self._due(run.checkpoint.every):
                 self._save()
             if stopped and self.step < last_step:
-                if self.session and self.session.open:
-                    self.save_recording()
+                self.end_recording()
                 self.writer.close()
                 return self.leave("stopped", stopped)
         self.writer.close()
@@ -171,14 +175,20 @@ class Trainer:
             self.session.after(int(values["tokens"]))
         return values
 
-    def record(self, folder: Path) -> None:
-        """Record the steps of `profile.steps` from now on. A collective call, as is the next."""
-        self.session = Session(self.run, self.context, self.model.transport, self.optimizer, folder)
+    def record(self, folder: Path, cluster: Cluster | None = None) -> None:
+        """Record the steps of `profile.steps` from now on; cluster as `Session` has it. A collective call, as is the
+        next."""
+        self.session = Session(self.run, self.context, self.model.transport, self.optimizer, folder, cluster)
 
     def save_recording(self, memory_bytes: int | None = None) -> None:
         """memory_bytes: see `Session.save`."""
         assert self.session
         self.say(self.session.save(memory_bytes))
+
+    def end_recording(self) -> None:
+        """Save what has been recorded where the run ends before its last recorded step. A collective call."""
+        if self.session and self.session.open:
+            self.save_recording()
 
     def _due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: never) happens now; the last of all steps counts as one."""

@@ -39,7 +39,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "pp2_full": (2, {**PP2, "recompute": "full"}),
     "pp2_selective": (2, {**PP2, "recompute": "selective"}),
+    "pp2_vocabulary": (2, PP2),
 }
+VOCABULARY = {"pp2_vocabulary": 4096}  # so large that the loss, not a block, sets the last stage's peak
 EVERY = ("single", "pp2", "pp2_vp2", "tp2_sp", "pp2_full", "pp2_selective")
 MEASURED: dict[str, dict[str, tuple[str, ...]]] = {
     "fp32": {
@@ -48,7 +50,12 @@ MEASURED: dict[str, dict[str, tuple[str, ...]]] = {
         "mhc": ("single", "pp2_full"),
         "keel": ("pp2_vp2",),
     },
-    "bf16": {"pre_ln": ("dp2",), "full_attnres": ("pp2_full",), "hc": ("pp2_vp2",), "moda": ("tp2_sp",)},
+    "bf16": {
+        "pre_ln": ("dp2", "pp2_vocabulary"),
+        "full_attnres": ("pp2_full",),
+        "hc": ("pp2_vp2",),
+        "moda": ("tp2_sp",),
+    },
 }
 CASES = [(p, name, layout) for p, names in MEASURED.items() for name, layouts in names.items() for layout in layouts]
 
@@ -60,7 +67,7 @@ def run_of(name: str, layout: str, precision: str = "fp32", **train: Any) -> Run
     return small_run(
         architecture,
         residual,
-        model=MODEL,
+        model={**MODEL, "vocab_size": VOCABULARY.get(layout, MODEL["vocab_size"])},
         train={"precision": precision, "micro_batch": 2, "global_batch": 8, **train},
         parallel={"distributed_optimizer": True, **LAYOUTS[layout][1]},
     )
@@ -115,7 +122,8 @@ def measured(precision: str, name: str, world_size: int) -> dict[str, list[Measu
 @pytest.mark.parametrize(("precision", "name", "layout"), CASES)
 def test_the_plan_is_what_is_held(precision: str, name: str, layout: str) -> None:
     """On every rank weights, gradients and optimizer to a hundredth, the peak to a tenth, and what a step adds to them,
-    which at this size is less than they are, to three tenths; the history cache to the byte."""
+    which at this size is less than they are, at most a tenth below and three tenths above; the history cache to the
+    byte."""
     run, world_size = run_of(name, layout, precision), LAYOUTS[layout][0]
     plan, stages = plan_of(run, layout), run.parallel.pipeline
     for rank, found in enumerate(measured(precision, name, world_size)[layout]):
@@ -123,7 +131,8 @@ def test_the_plan_is_what_is_held(precision: str, name: str, layout: str) -> Non
         held = planned.weights + planned.gradients + planned.optimizer
         assert held == pytest.approx(found.held, rel=0.01)
         assert planned.peak == pytest.approx(found.peak, rel=0.1)
-        assert planned.peak - held == pytest.approx(found.peak - found.held, rel=0.3)
+        added = found.peak - found.held
+        assert 0.9 * added < planned.peak - held < 1.3 * added
         assert cached_bytes(run, world_size)[rank % stages] == found.cache
 
 

@@ -3,14 +3,17 @@
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from depthbench.config.load import load_run
 from depthbench.errors import UserError
 from depthbench.planning import flops, memory
+from depthbench.planning.cluster import CLUSTERS
 from depthbench.planning.command import add_arguments, run
 
 
@@ -74,6 +77,9 @@ def test_json_of_a_pipeline_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
         *((chunk + 1, chunk) for chunk in reversed(range(7))),
     ]
     token = 4 * 1024 * 2  # bytes of a microbatch's token position in bf16, four sequences
+    # by the paper's scheme a stage's second chunk gets what was not there before the first one ran, its own sources
+    # among it; there was the embedding alone before chunk 0
+    paper = {1: 7, 2: 13, 3: 19, 4: 25 - 1, 5: 31 - 7, 6: 37 - 13, 7: 43 - 19}
     for edge in edges:
         # a chunk leaves 6 sources (three layers of two sublayers); stages 4.. have those of the chunk before
         receiver = max(edge["from"], edge["to"])
@@ -82,12 +88,27 @@ def test_json_of_a_pipeline_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
         assert edge["live_tensors"] == 0 and edge["history_tensors"] == 6 * receiver + 1 - known
         assert edge["bytes_without_cache"] == (6 * receiver + 1) * per_source
         assert edge["bytes"] == edge["history_tensors"] * per_source
+        assert edge["bytes_paper"] == paper[receiver] * 16_777_216
     assert [stage["stage"] for stage in shown["memory"]["stages"]] == [0, 1, 2, 3] and len(shown["cache_bytes"]) == 4
+    # 50,280 rows, padded to 50,432 for two ranks; 4 x 2,048 tokens
+    assert [stage["logits"] for stage in shown["memory"]["stages"]] == [0, 0, 0, 8192 * 25_216 * 2]
     assert [stage["history_cache"] for stage in shown["memory"]["stages"]] == shown["cache_bytes"]
     assert shown["memory"]["peak"] == max(stage["peak"] for stage in shown["memory"]["stages"])
     assert shown["world_size"] == 16 and all(size > 0 for size in shown["data_parallel_bytes"])
     assert 0 < shown["bubble"] < 1 and shown["bubble"] == shown["time"]["bubble"]
     assert shown["step_seconds"] == shown["time"]["step"] > 0 and shown["fits"]
+
+
+def test_json_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four, each sends three quarters of every weight's bytes twice in rings: its gradient in float32, and then the
+    updated weight in bf16, or without the distributed optimizer the gradient again. The vocabulary's 50,280 rows are
+    padded to 50,304, in two tables."""
+    weights = 405_406_720 + 2 * 24 * 1024
+    for sharded, sent in (("true", weights * 6 * 3 // 4), ("false", weights * 8 * 3 // 4)):
+        words = ["train.micro_batch=4", f"parallel.distributed_optimizer={sharded}"]
+        words += ["parallel.overlap_param_gather=false", "--gpus", "4", "--json"]
+        assert plan("depthbench_400m", *words) == 0
+        assert json.loads(capsys.readouterr().out)["data_parallel_bytes"] == [sent]
 
 
 # tokens of the paper's figure: bf16, keys and values of all layers
@@ -165,16 +186,24 @@ def test_processes_that_cannot_be(words: list[str], said: str) -> None:
         plan("depthbench_400m", *words)
 
 
-SEARCH = ["depthbench_400m", "residual=block_attnres", "--cluster", "a100-40gb", "--gpus", "8,16", "--search"]
-
-
-def test_search(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table, and for each number of GPUs a line that can be pasted and plans the fastest layout."""
-    assert plan(*SEARCH) == 0
+def test_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A table whose numbers are whole in a pipe too, which has 80 columns, and for each number of GPUs a line that can
+    be pasted and plans the fastest layout."""
+    monkeypatch.setenv("COLUMNS", "80")
+    cluster = str(shutil.copy(CLUSTERS / "a100-40gb.yaml", tmp_path / "our own.yaml"))
+    words = ["depthbench_400m", "residual=block_attnres", "--cluster", cluster, "--gpus", "8,16", "--search"]
+    assert plan(*words) == 0
     shown = capsys.readouterr().out
-    assert "depthbench_400m: fastest layouts on A100-SXM4-40GB" in shown
-    assert plan(*SEARCH, "--json") == 0
+    assert "depthbench_400m: fastest layouts on A100-SXM4-40GB" in shown and "…" not in shown
+    assert plan(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
+    rows = iter([row for row in shown.splitlines() if row.startswith("│")])
+    for choice, row in zip(found["choices"], rows, strict=True):
+        time = choice["time"]
+        numbers = [f"{choice['memory'] / 2**30:.1f}", f"{time['step']:.3f}", f"{time['bubble']:.1%}"]
+        numbers += [f"{time['mfu']:.1%}", f"{time['tokens_per_second']:,.0f}", f"{time['gpu_hours']:,.0f}"]
+        cells = [cell.strip() for cell in row.split("│")[1:-1]]
+        assert cells[0] == str(choice["gpus"]) and cells[7:] == numbers
     for gpus in ("8", "16"):
         begin = f"{gpus} GPUs: depthbench "
         command = shown[shown.index(begin) + len(begin) :].replace("\\\n", " ").splitlines()[0]
@@ -187,7 +216,20 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
         assert best["step_seconds"] == listed["time"]["step"]
 
 
-@pytest.mark.parametrize("words", ["", "--cluster h100 --gpus 64", "--cluster h100 --gpus 8 --search"])
+def test_a_deep_pipeline_on_a_narrow_console(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage's numbers are whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["parallel.pipeline=12", "train.micro_batch=1"]
+    assert plan("depthbench_400m", *words) == 0
+    shown = capsys.readouterr().out
+    (row,) = [row for row in shown.splitlines() if row.startswith("│ peak ")]
+    stages = memory.memory(load_run("depthbench_400m", words), 12)
+    assert row.split("│")[2:-1] == [f" {stage.peak / 2**30:.3f} " for stage in stages] and "…" not in shown
+
+
+@pytest.mark.parametrize("words", ["", "--cluster h100 --gpus 8 --search"])
 def test_megatron_is_not_imported(words: str) -> None:
     code = f"""
 import argparse, sys
@@ -199,3 +241,33 @@ loaded = [name for name in sys.modules if name.startswith("megatron")]
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+PLAN = """plan depthbench_1600m model=1600m_L40 residual=block_attnres train.micro_batch=1
+    --cluster a100-40gb --gpus 64 --json"""
+AT_EXIT = f"""
+import atexit, json, runpy, sys, time
+
+def report():
+    import torch.distributed as dist
+    megatron = [name for name in sys.modules if name.startswith("megatron")]
+    print(json.dumps([megatron, dist.is_initialized(), time.process_time()]), file=sys.stderr)
+
+atexit.register(report)
+sys.argv[1:] = {PLAN.split()}
+runpy.run_module("depthbench", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_plan_for_64_gpus_takes_seconds() -> None:
+    """The command itself, twice: no Megatron-Core, no process group; the second time, warm, within 5 s where importing
+    torch takes 2 s. In seconds of the processor, and by what importing torch takes, so for any machine."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", AT_EXIT], check=True, capture_output=True, text=True)
+        assert json.loads(done.stdout)["world_size"] == 64
+        megatron, started, seconds = json.loads(done.stderr)
+        assert not megatron and not started
+    imports = "import time, torch; print(time.process_time())"
+    yardstick = float(subprocess.run([sys.executable, "-c", imports], check=True, capture_output=True).stdout)
+    print(f"{seconds:.1f} s, of which importing torch {yardstick:.1f} s")
+    assert seconds < 2.5 * yardstick

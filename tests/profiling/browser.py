@@ -1,37 +1,21 @@
 """Pages in a headless Chromium that can reach no network."""
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium: apt-get install --no-install-recommends chromium"
-)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--enable-logging=stderr",
-    "--v=0",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--window-size=1280,2400",
-)
+from docs.browser import CHROMIUM, FLAGS, MISSING
+
+WINDOW = "--window-size=1280,2400"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 
 def open_page(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """(standard output, what the page's console said). profile: a new folder."""
     assert CHROMIUM is not None
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
+    command = [CHROMIUM, *FLAGS, WINDOW, f"--user-data-dir={profile}", *flags, page.resolve().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line)]
 

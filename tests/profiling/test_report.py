@@ -18,6 +18,8 @@ from tests.profiling.browser import needs_chromium, open_page, run_in
 from tests.profiling.recordings import Pipeline, by_hand
 
 FOLDER = Path("recorded")
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+COMMITTED = ("with_cache.html", "without_cache.html", "compare.html")
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>&"\''
 VOID = {"meta", "input", "br", "img"}
 
@@ -35,6 +37,7 @@ def every_page() -> dict[str, str]:
         "by hand": made(by_hand(FOLDER)),
         "damaged": made(damaged),
         "compared": comparison_page(compare(whole, damaged)),
+        **{name: (EXAMPLES / name).read_text(encoding="utf-8") for name in COMMITTED},
     }
 
 
