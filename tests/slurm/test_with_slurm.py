@@ -233,11 +233,12 @@ def test_terminated_and_finished(pipeline: Submitted, whole_pipeline: Path) -> N
 
 
 def test_preempted_and_requeued(pipeline: Submitted, whole_pipeline: Path) -> None:
-    """A job of a partition that goes first takes all nodes: Slurm signals the run, which saves, and gives the nodes
-    away. Afterwards it goes on."""
-    urgent = slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null",
-                   "--wrap=true").strip()  # fmt: skip
-    other = Submitted(urgent, pipeline.folder)
+    """A job of a partition that goes first takes all nodes: Slurm signals the run, which is held until then, and saves;
+    it gives the nodes away. Afterwards the run goes on."""
+    words = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    with held(ranks(pipeline)):
+        other = Submitted(slurm("sbatch", "--parsable", *words).strip(), pipeline.folder)
+        pipeline.wait_for(lambda: "PreemptTime=None" not in pipeline.shown(), "its preemption")
     other.finish()
     assert pipeline.restarts == 1
     pipeline.finish()
