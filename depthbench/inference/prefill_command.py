@@ -86,28 +86,26 @@ def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> 
 
     cluster = load_cluster(args.cluster) if args.cluster else None
     stages = prefill_memory(source.run, reading)
-    peak = max(stage.peak for stage in stages)
-    fits = cluster is None or peak <= cluster.memory
+    shortage = cluster.shortage(max(stage.peak for stage in stages)) if cluster else ""
     if args.json:
         content = {
             "source": source.name,
             "architecture": source.run.architecture,
             "reading": vars(reading),
             "memory": {"planned_stages": [stage.as_dict() for stage in stages]},
-            "fits": fits,
+            "fits": not shortage,
         }
         print(json.dumps(content, indent=1))
     else:
         _print(_heading(source.name, source.run.architecture, reading), planned_table(stages))
-    if not fits:
-        assert cluster
+    if shortage:
+        parallel = source.run.parallel
         print(
-            f"depthbench: the fullest rank needs {peak / 2**30:.1f} GiB, each {cluster.device} has "
-            f"{cluster.memory_gib:g}: read smaller chunks (--chunk={reading.chunk}), or set more parallel.tensor="
-            f"{source.run.parallel.tensor} or parallel.pipeline={source.run.parallel.pipeline}",
+            f"depthbench: {shortage}: read smaller chunks (--chunk={reading.chunk}), or set more parallel.tensor="
+            f"{parallel.tensor} or parallel.pipeline={parallel.pipeline}",
             file=sys.stderr,
         )
-    return 0 if fits else 1
+    return 1 if shortage else 0
 
 
 def _tokens(args: argparse.Namespace, settings: Any) -> "Tensor":

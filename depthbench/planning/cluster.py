@@ -45,6 +45,12 @@ class Cluster:
         """Bytes of a GPU that a process can allocate."""
         return int(self.memory_gib * 2**30)
 
+    def shortage(self, needed: int) -> str:
+        """What to tell of a fullest rank that needs so many bytes; nothing where a GPU has them."""
+        if needed <= self.memory:
+            return ""
+        return f"the fullest rank needs {needed / 2**30:.1f} GiB, each {self.device} has {self.memory_gib:g}"
+
     @property
     def peak_flops(self) -> float:
         """FLOP/s of a GPU by its data sheet."""

@@ -56,14 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
         show(plan)
-    if not plan.fits:
-        assert plan.cluster
-        print(
-            f"depthbench: the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, each {plan.cluster.device} has "
-            f"{plan.cluster.memory_gib:g}: lower train.micro_batch={settings.train.micro_batch}, set "
-            "parallel.recompute=full or more parallel.tensor or parallel.pipeline; --search finds layouts that fit",
-            file=sys.stderr,
-        )
+    if shortage := plan.shortage(settings):
+        print(f"depthbench: {shortage}", file=sys.stderr)
         return 1
     return 0
 

@@ -72,7 +72,16 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the fullest rank finds room on the cluster's device, as far as that is known."""
-        return self.cluster is None or self.peak_memory <= self.cluster.memory
+        return not (self.cluster and self.cluster.shortage(self.peak_memory))
+
+    def shortage(self, run: RunConfig) -> str:
+        """What to tell where `run`, whose plan this is, does not fit, with the ways out; nothing where it does."""
+        if not (text := self.cluster.shortage(self.peak_memory) if self.cluster else ""):
+            return ""
+        return (
+            f"{text}: lower train.micro_batch={run.train.micro_batch}, set parallel.recompute=full or more "
+            "parallel.tensor or parallel.pipeline; depthbench plan --search finds layouts that fit"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

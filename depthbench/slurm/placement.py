@@ -36,12 +36,8 @@ def checked_plan(run: RunConfig, cluster: Cluster, nodes: int) -> Plan:
             f"of {fitting}"
         )
     plan = make_plan(run, world_size=nodes * each, cluster=cluster)
-    if not plan.fits:
-        raise UserError(
-            f"the fullest rank needs {plan.peak_memory / 2**30:.1f} GiB, each {cluster.device} has "
-            f"{cluster.memory_gib:g}: lower train.micro_batch={run.train.micro_batch}, set parallel.recompute=full or "
-            "more parallel.tensor or parallel.pipeline; depthbench plan --search finds layouts that fit"
-        )
+    if shortage := plan.shortage(run):
+        raise UserError(shortage)
     return plan
 
 
