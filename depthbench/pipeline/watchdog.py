@@ -1,8 +1,8 @@
 """Ends a run in which a stage waits for another one for ever.
 
 A lost or stuck process leaves the others waiting in a collective for a process group's timeout, half an hour, and then
-with a message that names no cause. A stage that waits longer for a message than `limit` seconds says for which, and
-ends its process with a status of its own, so that torchrun ends the others.
+with a message that names no cause. A stage that waits longer for a message than `limit` seconds, or for a collective
+after the passes, says for which, and ends its process with a status of its own, so that torchrun ends the others.
 """
 
 import os

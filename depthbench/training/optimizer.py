@@ -69,9 +69,10 @@ class Optimizer:
         square = torch.zeros((), dtype=self.dtype, device=torch.cuda.current_device())
         for norm in norms:
             square += norm.square()
-        dist.all_reduce(square, group=self.inner.get_grad_stats_parallel_group())
-        dist.all_reduce(square, dist.ReduceOp.MAX)  # replicas may differ in the last digit, and must decide alike
-        return math.sqrt(float(square))
+        with self.model.waiting("other ranks' gradient norm"):
+            dist.all_reduce(square, group=self.inner.get_grad_stats_parallel_group())
+            dist.all_reduce(square, dist.ReduceOp.MAX)  # replicas may differ in the last digit, and must decide alike
+            return math.sqrt(float(square))
 
     def apply(self, lr: float, grad_norm: float) -> None:
         """Clip by the norm that `prepare` returned and update the weights."""

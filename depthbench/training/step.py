@@ -67,10 +67,12 @@ def run_microbatches(model: WrappedModel, microbatches: Sequence[Batch], *, forw
     device = torch.cuda.current_device()
     # only the last stage reports
     total = torch.stack(reports).sum(0) if reports else torch.zeros(2, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=context.dp_group)
-    if transport:
-        dist.all_reduce(total, group=context.pp_group)
-    return BatchLoss(float(total[0]), int(total[1]))
+    with model.waiting("other ranks' losses"):
+        dist.all_reduce(total, group=context.dp_group)
+        if transport:
+            dist.all_reduce(total, group=context.pp_group)
+        loss, tokens = total.tolist()
+    return BatchLoss(loss, int(tokens))
 
 
 def _groups() -> ProcessGroupCollection:

@@ -146,7 +146,8 @@ class Trainer:
             self.report(values, time.perf_counter() - began)
             if self.session and self.session.due(self.step, last_step):
                 self.save_recording()
-            stopped = self.signals.agreed()
+            with self.model.waiting("other ranks' word of signals"):
+                stopped = self.signals.agreed()
             if not stopped and self._due(run.train.eval_every):
                 stopped = self._evaluate(values)
             if self.metrics:

@@ -1,7 +1,9 @@
 """This rank's model chunks inside Megatron-Core's DDP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -26,6 +28,10 @@ class WrappedModel:
     @property
     def context(self) -> ParallelContext:
         return self.stages[0].context
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Around a collective call, in which a pipeline's watchdog is to look after a stage that never comes."""
+        return self.transport.watchdog.waiting(what) if self.transport else nullcontext()
 
     def train(self, mode: bool = True) -> None:
         for chunk in self.chunks:
@@ -52,6 +58,16 @@ def wrap(run: RunConfig, stages: Sequence[DecoderStage], transport: Transport | 
         # Megatron-LM passes disable_bucketing for all chunks but the first. That puts buckets of all dtypes into one
         # coalesced gather, which with gloo fills weights of a second chunk with others' values (bf16 beside fp32)
         chunks.append(DistributedDataParallel(config=stage.context.megatron, ddp_config=config, module=stage))
-    no_sync = [chunk.no_sync for chunk in chunks]
-    stages[0].context.megatron.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
-    return WrappedModel(chunks, transport)
+    megatron, no_sync = stages[0].context.megatron, [chunk.no_sync for chunk in chunks]
+    megatron.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    model = WrappedModel(chunks, transport)
+    megatron.finalize_model_grads_func = _watched(model, megatron.finalize_model_grads_func)
+    return model
+
+
+def _watched(model: WrappedModel, finalize: Callable[..., None]) -> Callable[..., None]:
+    def watched(*arguments: Any, **named: Any) -> None:
+        with model.waiting("other ranks' gradients"):
+            finalize(*arguments, **named)
+
+    return watched
