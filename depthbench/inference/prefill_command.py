@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> int:
     """Print the plan. Returns the exit status."""
     from depthbench.planning.cluster import load_cluster
+    from depthbench.planning.console import print_tables
     from depthbench.planning.prefill import prefill_memory
 
     from .memory_table import planned_table
@@ -97,7 +98,8 @@ def _dry_run(args: argparse.Namespace, source: "Source", reading: "Reading") -> 
         }
         print(json.dumps(content, indent=1))
     else:
-        _print(_heading(source.name, source.run.architecture, reading), planned_table(stages))
+        print(_heading(source.name, source.run.architecture, reading))
+        print_tables(planned_table(stages))
     if shortage:
         parallel = source.run.parallel
         print(
@@ -143,6 +145,8 @@ def _check_output(path: Path) -> None:
 
 
 def _report(args: argparse.Namespace, name: str, architecture: str, found: "Measured") -> None:
+    from depthbench.planning.console import print_tables
+
     from .memory_table import table
 
     content = {"source": name, "architecture": architecture, **found.as_dict()}
@@ -151,16 +155,9 @@ def _report(args: argparse.Namespace, name: str, architecture: str, found: "Meas
         print(json.dumps(content, indent=1))
         return
     speed = f"{found.tokens_per_second:,.0f} tokens/s, first token after {found.seconds:.2f} s; in {args.output}"
-    _print(f"{_heading(name, architecture, found.reading)}\n{speed}", table(found))
+    print(f"{_heading(name, architecture, found.reading)}\n{speed}")
+    print_tables(table(found))
 
 
 def _heading(name: str, architecture: str, reading: "Reading") -> str:
     return f"{name}: {architecture}, {reading.batch} x {reading.tokens:,} tokens in chunks of {reading.chunk:,}"
-
-
-def _print(text: str, shown: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(text, highlight=False)
-    console.print(shown)

@@ -57,17 +57,22 @@ def scale_of_the_embedding() -> None:
     scale_of("model.embed_tokens.weight")
 
 
-def constant_in_the_code() -> None:
-    """LNS as a converter takes it that does not know it, from one block on."""
+def change_code(file: str, right: str, wrong: str) -> None:
+    """Exports get `wrong` for `right` in a file of theirs."""
     original = export_module.code_files
 
     def broken(residual: Residual) -> dict[str, str]:
         files = original(residual)
-        right = "1 / math.sqrt(block + 1)"
-        assert right in files["lns.py"]
-        return {**files, "lns.py": files["lns.py"].replace(right, f"{right} if block < {BLOCK} else 1.0")}
+        assert right in files[file]
+        return {**files, file: files[file].replace(right, wrong)}
 
     export_module.code_files = broken
+
+
+def constant_in_the_code() -> None:
+    """LNS as a converter takes it that does not know it, from one block on."""
+    right = "1 / math.sqrt(block + 1)"
+    change_code("lns.py", right, f"{right} if block < {BLOCK} else 1.0")
 
 
 @pytest.mark.parametrize(
@@ -118,18 +123,11 @@ def test_a_model_that_amplifies_rounding(corpus: Corpus, tmp_path: Path) -> None
 
 def another_state_in_the_code() -> None:
     """A block that leaves a tensor which the source's does not have."""
-    original = export_module.code_files
-
-    def broken(residual: Residual) -> dict[str, str]:
-        files = original(residual)
-        right = "return self.mlp_residual.write(state, read, y, taps)"
-        assert right in files["layers_depthbench.py"]
-        wrong = f"""if self.self_attn.layer_idx == {BLOCK}:
+    right = "return self.mlp_residual.write(state, read, y, taps)"
+    wrong = f"""if self.self_attn.layer_idx == {BLOCK}:
             return state._replace(live={{**state.live, "more": y}})
         {right}"""
-        return {**files, "layers_depthbench.py": files["layers_depthbench.py"].replace(right, wrong)}
-
-    export_module.code_files = broken
+    change_code("layers_depthbench.py", right, wrong)
 
 
 def test_another_depth_state(corpus: Corpus, tmp_path: Path) -> None:
