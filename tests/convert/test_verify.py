@@ -22,18 +22,23 @@ from .checkpoints import CASES, Case, export, run_of, saved
 BLOCK = 1
 
 
-def scale_of(tensor_name: str) -> None:
-    """One tensor of the export 2 % larger than the checkpoint's."""
+def change_tensor(tensor_name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Exports get one tensor other than the checkpoint's."""
     write = export_module.write_shards
 
     def broken(folder: Path, tensors: list[Exported], limit: int, read: object) -> None:
-        def larger(tensor: Exported) -> Tensor:
+        def changed(tensor: Exported) -> Tensor:
             values: Tensor = read(tensor)  # type: ignore[operator]
-            return values * 1.02 if tensor.name == tensor_name else values
+            return change(values) if tensor.name == tensor_name else values
 
-        write(folder, tensors, limit, larger)
+        write(folder, tensors, limit, changed)
 
     export_module.write_shards = broken  # type: ignore[assignment]
+
+
+def scale_of(tensor_name: str) -> None:
+    """2 % larger."""
+    change_tensor(tensor_name, lambda values: values * 1.02)
 
 
 def scale_of_a_norm() -> None:
@@ -110,11 +115,18 @@ def louder(key: str, values: Tensor) -> None:
         values *= 6
 
 
+def rounding_of_the_embedding() -> None:
+    """By a few units in the last place, as other kernels round: there are CPUs on which both models are equal bit by
+    bit."""
+    noise = torch.Generator().manual_seed(0)
+    change_tensor("model.embed_tokens.weight", lambda v: v * (1 + 5e-7 * torch.randn(v.shape, generator=noise)))
+
+
 def test_a_model_that_amplifies_rounding(corpus: Corpus, tmp_path: Path) -> None:
     """Logits differ visibly and nothing is wrong: blocks are judged one by one."""
     case = Case(CASES["sandwich_ln"].residual, {"num_layers": 24}, {})
     run = saved(run_of(corpus, tmp_path / "run", case), change=louder)
-    said = export(run, tmp_path / "out")
+    said = export(run, tmp_path / "out", before=rounding_of_the_embedding)
     assert said.code == 0 and "verified block by block: given the same, each agrees" in said.out, said
     said = export(run, tmp_path / "out", "--overwrite", before=scale_of_a_norm)
     assert said.code == 1 and f"block {BLOCK} is the first that differs" in said.err
