@@ -46,6 +46,7 @@ setup(
         "dev": [
             "setuptools>=70.1",
             "pytest",
+            "pytest-xdist",
             "ruff==0.17.6",
             "mypy==2.4.1",
             "types-PyYAML",

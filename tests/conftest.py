@@ -8,6 +8,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# which Megatron-Core imports late: at a first step, and at a first checkpoint
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: E402
+import megatron.core.transformer.multi_token_prediction  # noqa: E402, F401
+
 from depthbench.parallel import cpu_stand_in  # noqa: E402
 from depthbench.training import trainer  # noqa: E402, F401
 from tests.corpora import corpus  # noqa: E402, F401
