@@ -19,5 +19,12 @@ fi
 depthbench prepare --input $data/text.jsonl --output $data/text \
     --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
 
-PROCESSES=${PROCESSES:-2} PYTHON=$root/.venv/bin/python bash launch/local.sh quickstart "$@"
+# bfloat16 is what runs train in; but on x86 torch multiplies it ten times slower than float32 where AVX-512 is missing
+precision=()
+if python -c "import sys, torch
+sys.exit(torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in ('AVX2', 'DEFAULT'))"; then
+    echo "quickstart: this CPU has no AVX-512, without which bfloat16 is slow: training in float32"
+    precision=(train.precision=fp32)
+fi
+PROCESSES=${PROCESSES:-2} PYTHON=$root/.venv/bin/python bash launch/local.sh quickstart "${precision[@]}" "$@"
 echo "quickstart: look at the curves with: .venv/bin/tensorboard --logdir runs"
