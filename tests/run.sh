@@ -6,5 +6,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash launch/setup.sh
 export OMP_NUM_THREADS=1
-workers=$(nproc)
+workers=$(OMP_NUM_THREADS="" nproc) # which would heed it
 exec .venv/bin/python -m pytest --numprocesses $((workers < 8 ? workers : 8)) --dist loadfile "$@"
