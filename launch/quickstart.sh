@@ -19,7 +19,7 @@ fi
 depthbench prepare --input $data/text.jsonl --output $data/text \
     --train-tokenizer 4096 --valid-fraction 0.05 --workers 2
 
-# bfloat16 is what runs train in; but on x86 torch multiplies it ten times slower than float32 where AVX-512 is missing
+# runs train in bfloat16; but on x86 torch multiplies that many times slower than float32 where AVX-512 is missing
 precision=()
 if python -c "import sys, torch
 sys.exit(torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in ('AVX2', 'DEFAULT'))"; then
