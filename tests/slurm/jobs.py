@@ -19,7 +19,7 @@ from depthbench.config.schema import RunConfig
 from depthbench.slurm.attempts import Ended, read
 from depthbench.slurm.job import journal
 
-PATIENCE = 300  # seconds until a test gives up: the machine may have other work
+PATIENCE = 600  # seconds until a test gives up: the machine may have other work
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
